@@ -1,0 +1,105 @@
+"""DNS cache: name <-> address with expiry, in each scope; the only source of (name, address).
+
+A lifetime is max(TTL, floor), capped, for each (name, address); any answer extends it, none shortens it, and different answers add
+up (DECISIONS 14). Its end is inclusive. Ends are found by a heap, not by looking at everything: an entry whose end moved is put
+back when its old end comes up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from agent.core.types import Address
+
+
+class Pair(NamedTuple):
+    scope: int
+    name: str
+    address: Address
+
+
+class Lifetime(NamedTuple):
+    """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address."""
+
+    lives_until: float
+    kept_until: float
+
+
+class DnsCache:
+    """ttl_floor_s, ttl_cap_s: seconds."""
+
+    def __init__(self, ttl_floor_s: float, ttl_cap_s: float) -> None:
+        self.ttl_floor_s = ttl_floor_s
+        self.ttl_cap_s = ttl_cap_s
+        self.lifetimes: dict[tuple[int, str], dict[Address, Lifetime]] = {}  # (scope, name) -> address -> lifetime
+        self.names_by_address: dict[tuple[int, Address], set[str]] = {}
+        self.scopes_by_name: dict[str, set[int]] = {}
+        self._ends: list[tuple[float, Pair]] = []
+
+    def update(self, pair: Pair, ttl: int, now: float) -> bool:
+        """Take in one record of an answer; says whether the pair is new. ttl in seconds, as it came."""
+        ends = now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
+        addresses = self.lifetimes.get((pair.scope, pair.name))
+        if addresses is None:
+            addresses = self.lifetimes[pair.scope, pair.name] = {}
+            self.scopes_by_name.setdefault(pair.name, set()).add(pair.scope)
+        before = addresses.get(pair.address)
+        if before is not None:
+            if ends > before.lives_until:
+                addresses[pair.address] = Lifetime(ends, max(ends, before.kept_until))
+            return False
+        addresses[pair.address] = Lifetime(ends, ends)
+        self.names_by_address.setdefault((pair.scope, pair.address), set()).add(pair.name)
+        heapq.heappush(self._ends, (ends, pair))
+        return True
+
+    def addresses(self, scope: int, name: str) -> dict[Address, Lifetime]:
+        return self.lifetimes.get((scope, name), {})
+
+    def pairs_of(self, name: str) -> Iterator[Pair]:
+        for scope in self.scopes_by_name.get(name, ()):
+            for address in self.lifetimes[scope, name]:
+                yield Pair(scope, name, address)
+
+    def due(self, now: float) -> list[Pair]:
+        """Pairs whose end has passed. Each must be removed or kept by the caller: it is not found again otherwise."""
+        due: list[Pair] = []
+        while self._ends and self._ends[0][0] < now:
+            _, pair = heapq.heappop(self._ends)
+            lifetime = self.lifetimes.get((pair.scope, pair.name), {}).get(pair.address)
+            if lifetime is None:
+                continue
+            if lifetime.kept_until < now:
+                due.append(pair)
+            else:
+                heapq.heappush(self._ends, (lifetime.kept_until, pair))
+        return due
+
+    def keep(self, pair: Pair, until: float) -> None:
+        """A flow uses the address: look again at this time."""
+        lifetime = self.lifetimes[pair.scope, pair.name][pair.address]
+        self.lifetimes[pair.scope, pair.name][pair.address] = Lifetime(lifetime.lives_until, until)
+        heapq.heappush(self._ends, (until, pair))
+
+    def remove(self, pair: Pair) -> bool:
+        """Forget the pair; says whether it was there."""
+        addresses = self.lifetimes.get((pair.scope, pair.name))
+        if addresses is None or addresses.pop(pair.address, None) is None:
+            return False
+        if not addresses:
+            del self.lifetimes[pair.scope, pair.name]
+            scopes = self.scopes_by_name[pair.name]
+            scopes.discard(pair.scope)
+            if not scopes:
+                del self.scopes_by_name[pair.name]
+        names = self.names_by_address[pair.scope, pair.address]
+        names.discard(pair.name)
+        if not names:
+            del self.names_by_address[pair.scope, pair.address]
+        return True
+
+    def next_deadline(self) -> float | None:
+        """The earliest end; something is due strictly after it."""
+        return self._ends[0][0] if self._ends else None

@@ -1,0 +1,277 @@
+"""The engine: every event goes in here, every effect comes out. Pure: no clock, socket, thread or randomness.
+
+policies ──> policy ──> sets ──────────────┐                     ┌──> policy rows ─┐
+endpoints ─> groups ───────────────────────┤                     ├──> group rows   │
+               │ registers                 │                     ├──> endpoint rows│
+               v                           v                     │                 v
+reply ─────> name manager ─> metadata ─> ipcache ─> identities ──┴──> ipcache rows ──> reconciler ──> kernel
+               ^    │ bags                        selector cache                            │
+               │    v                                                                       v acknowledged
+query ─────> proxy <──────────────────────────────────────────────────────────────────── barriers
+
+handle(event, now)   everything that can happen
+effects()            everything to be done, in order
+next_deadline()      when to be called again at the latest (with `Tick`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from agent.core.dns_cache import DnsCache, Pair
+from agent.core.events import (
+    AskerGone,
+    Attach,
+    Detach,
+    Effect,
+    EndpointAdded,
+    EndpointRemoved,
+    Event,
+    Fact,
+    FlowsSeen,
+    HostAddresses,
+    LastSeen,
+    PassOverFlows,
+    PoliciesChanged,
+    Query,
+    ReadLastSeen,
+    Reply,
+    RowsWritten,
+    Settled,
+    SourceReported,
+    Tick,
+    UpstreamFailed,
+    WriteRows,
+)
+from agent.core.groups import Groups, Outcome
+from agent.core.identity import IdentityAllocator, NoRoom
+from agent.core.ipcache import Ipcache
+from agent.core.known_bad import KnownBad
+from agent.core.name_manager import NameManager
+from agent.core.policy import Cookies
+from agent.core.proxy import Proxy
+from agent.core.reconciler import Reconciler
+from agent.core.selector_cache import SelectorCache
+from agent.core.sets import PolicySets
+from agent.core.settings import Settings
+from agent.core.types import Address
+
+# Sources of labels that have to speak before anything is judged (DECISIONS 10).
+SOURCES = frozenset({"policies", "host", "endpoints"})
+# A pass reads the whole flow table; identities that wait for it cost a few rows, not correctness.
+FLOW_PASS_EVERY_S = 5.0
+
+
+class _Pass(NamedTuple):
+    number: int
+    candidates: dict[int, int]
+
+
+class Engine:
+    def __init__(self, settings: Settings, now: float, known_bad: frozenset[KnownBad] = frozenset()) -> None:
+        self.settings = settings
+        self._effects: list[Effect] = []
+        # The kernel's tables, wanted and realized, and who waits for them.
+        self.reconciler = Reconciler(known_bad)
+        # Selectors find identities; sets turn (rules, identity) into policy rows.
+        self.selector_cache = SelectorCache()
+        self.cookies = Cookies()
+        self.sets = PolicySets(
+            self.reconciler.policy,
+            self.selector_cache,
+            rows_max=settings.policy_rows_per_set_max,
+            table_rows_max=settings.policy_rows_max,
+        )
+        # Label sets get numbers, prefixes get label sets; a new number gets its policy rows before a row names it.
+        self.identities = IdentityAllocator(settings.identities_max, self.reconciler.ipcache.names, known_bad)
+        self.ipcache = Ipcache(self.reconciler.ipcache, self.identities, self.sets.add_identity)
+        for identity, labels in self.identities.labels_by_identity.items():
+            self.sets.add_identity(identity, labels)
+        # Names and FQDN selectors put labels on prefixes.
+        self.dns_cache = DnsCache(settings.ttl_floor_s, settings.ttl_cap_s)
+        self.names = NameManager(
+            self.dns_cache,
+            self.ipcache,
+            self.identities,
+            names_max=settings.names_max,
+            addresses_max=settings.addresses_per_name_max,
+        )
+        # Endpoints are in groups, groups point to sets; policies change by the flip.
+        self.groups = Groups(self.reconciler, self.sets, self.names, self.ipcache, self.cookies, known_bad)
+        # Questions are judged by groups, replies teach names and wait for rows.
+        self.proxy = Proxy(settings, self.groups, self.names, self.ipcache, self.reconciler, self._effects, known_bad)
+        self.missing_sources = set(SOURCES)
+        self._host_addresses: frozenset[Address] = frozenset()
+        self._start_by = now + settings.start_patience_s
+        self._ending: dict[tuple[int, Address], list[Pair]] = {}  # lifetimes that wait for a look at the flows
+        self._pass: _Pass | None = None
+        self._passes = 0
+        self._next_pass_at: float | None = None
+
+    # --- in ------------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> None:
+        """Take in one event; what has to be done about it is in `effects` then. now: seconds of CLOCK_BOOTTIME."""
+        if isinstance(event, RowsWritten):
+            self.reconciler.written(event.results, now)
+        elif isinstance(event, Query):
+            self.proxy.take(event, now)
+        elif isinstance(event, Reply):
+            self.proxy.take_reply(event, now)
+        elif isinstance(event, UpstreamFailed):
+            self.proxy.take_failure(event, now)
+        elif isinstance(event, AskerGone):
+            self.proxy.asker_gone(event)
+        elif isinstance(event, Tick):
+            self._tick(now)
+        elif isinstance(event, LastSeen):
+            self._last_seen(event, now)
+        elif isinstance(event, FlowsSeen):
+            self._flows_seen(event, now)
+        elif isinstance(event, PoliciesChanged):
+            self.groups.change_policies(event.policies, event.ticket)
+        elif isinstance(event, EndpointAdded):
+            self._endpoint_added(event, now)
+        elif isinstance(event, EndpointRemoved):
+            self._endpoint_removed(event)
+        elif isinstance(event, HostAddresses):
+            self._host_changed(event, now)
+        else:
+            assert isinstance(event, SourceReported), f"an event nobody knows: {event!r}"
+            self._source_reported(event.source, now)
+        self._settle(now)
+
+    def effects(self) -> list[Effect]:
+        """What is to be done, in this order; each effect is given out once."""
+        effects, self._effects[:] = self._effects[:], []
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When `Tick` is due at the latest; None: when something else happens."""
+        lifetime_ends = self.dns_cache.next_deadline()
+        deadlines = (
+            self.reconciler.next_deadline(),
+            self.proxy.next_deadline(),
+            # A lifetime's end is inclusive: something is due just after it.
+            lifetime_ends + 1e-3 if lifetime_ends is not None else None,
+            self.groups.next_deadline(),
+            self._next_pass_at,
+            None if self.proxy.is_started else self._start_by,
+        )
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def _settle(self, now: float) -> None:
+        """After every event: go on as far as the kernel's answers allow, then ask it for more."""
+        self.reconciler.settle()
+        while True:
+            over, self.reconciler.barriers.over[:] = self.reconciler.barriers.over[:], []
+            if over:
+                self.proxy.barriers_over(over, now)
+            if self.proxy.is_started:
+                outcome = self.groups.step(now)
+                self._take_outcome(outcome, now)
+            self.reconciler.settle()
+            if not self.reconciler.barriers.over:
+                break
+        writes = self.reconciler.batch(now)
+        if writes:
+            self._effects.append(WriteRows(writes))
+        self._watch_identities(now)
+
+    def _take_outcome(self, outcome: Outcome, now: float) -> None:
+        for endpoint in outcome.to_attach:
+            added = endpoint.added
+            self._effects.append(Attach(added.endpoint, added.interface, added.ifindex, added.orientation))
+        if outcome.judged_anew:
+            self.proxy.judge_again(outcome.judged_anew, now)
+        for ticket, error in outcome.settled:
+            self._settled(ticket, error)
+            self._effects.append(Fact("policy", now, {"ticket": ticket, "error": error, "sets": sorted(outcome.sets)}))
+
+    def _settled(self, ticket: Hashable, error: str | None) -> None:
+        if ticket is not None:
+            self._effects.append(Settled(ticket, error))
+
+    # --- time ------------------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        if not self.proxy.is_started and now >= self._start_by:
+            # A source that is silent is shown as missing (`missing_sources`), and start goes on without it.
+            self.proxy.start(now)
+        self.proxy.expire(now)
+        for pair in self.dns_cache.due(now):
+            self._end_of_life(pair, now)
+        if self._next_pass_at is not None and now >= self._next_pass_at and self._pass is None:
+            self._begin_pass(now)
+
+    def _end_of_life(self, pair: Pair, now: float) -> None:
+        """TTL ran out: the address goes, unless a flow uses it (DECISIONS 15)."""
+        if self.names.selectors_of(pair.name):
+            self._ending.setdefault((pair.scope, pair.address), []).append(pair)
+            self._effects.append(ReadLastSeen(pair.scope, pair.address))
+        else:
+            self.names.forget(pair)
+
+    def _last_seen(self, event: LastSeen, now: float) -> None:
+        for pair in self._ending.pop((event.scope, event.address), ()):
+            lifetime = self.dns_cache.addresses(pair.scope, pair.name).get(pair.address)
+            if lifetime is None:
+                continue
+            kept_until = lifetime.lives_until
+            if event.at is not None:
+                last = lifetime.lives_until + self.settings.keep_past_lifetime_s
+                kept_until = max(kept_until, min(event.at + self.settings.keep_while_flow_seen_s, last))
+            if kept_until > now:
+                self.dns_cache.keep(pair, kept_until)
+            else:
+                self.names.forget(pair)
+
+    # --- identities that nobody needs --------------------------------------------------------------------------------------
+
+    def _watch_identities(self, now: float) -> None:
+        if self._next_pass_at is None and self._pass is None and self.identities.has_unused:
+            self._next_pass_at = now + FLOW_PASS_EVERY_S
+
+    def _begin_pass(self, now: float) -> None:
+        self._next_pass_at = None
+        candidates = self.identities.unused()
+        if not candidates:
+            return
+        self._passes += 1
+        self._pass = _Pass(self._passes, candidates)
+        self._effects.append(PassOverFlows(self._passes))
+
+    def _flows_seen(self, event: FlowsSeen, now: float) -> None:
+        if self._pass is None or event.pass_number != self._pass.number:
+            return
+        candidates, self._pass = self._pass.candidates, None
+        for identity in self.identities.retire(candidates, event.identities):
+            self.sets.remove_identity(identity)
+
+    # --- sources of labels -------------------------------------------------------------------------------------------------
+
+    def _source_reported(self, source: str, now: float) -> None:
+        self.missing_sources.discard(source)
+        if not self.missing_sources and not self.proxy.is_started:
+            self.proxy.start(now)
+
+    def _endpoint_added(self, event: EndpointAdded, now: float) -> None:
+        error = self.groups.add_endpoint(event)
+        if error is not None:
+            self._effects.append(
+                Fact("endpoint", now, {"endpoint": event.endpoint, "interface": event.interface, "error": error})
+            )
+
+    def _endpoint_removed(self, event: EndpointRemoved) -> None:
+        self.proxy.endpoint_gone(event.endpoint)
+        removed = self.groups.remove_endpoint(event.endpoint)
+        if removed is not None:
+            self._effects.append(Detach(event.endpoint, removed.added.interface, removed.added.ifindex))
+
+    def _host_changed(self, event: HostAddresses, now: float) -> None:
+        try:
+            self.ipcache.host_addresses(self._host_addresses, event.addresses)
+            self._host_addresses = event.addresses
+        except NoRoom as error:
+            self._effects.append(Fact("host", now, {"error": str(error)}))

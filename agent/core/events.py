@@ -1,0 +1,212 @@
+"""Everything that can happen to the core, and everything it can ask for.
+
+The shell hands events to `Engine.handle` and performs what `Engine.effects` gives back. Nothing else crosses the wall.
+Times are seconds of CLOCK_BOOTTIME, as float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from agent.core.rules import Policy
+from agent.core.types import Address, Orientation, Write
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+class Query(NamedTuple):
+    """A question reached the proxy.
+
+    asker: opaque to the core; the shell knows from it where an answer goes. client, server: the addresses of the packet.
+    port, protocol: as asked. message: the DNS message as it came (without the two length bytes of TCP).
+    """
+
+    asker: Hashable
+    client: Address
+    server: Address
+    port: int
+    protocol: int
+    message: bytes
+
+
+class Reply(NamedTuple):
+    """An upstream answered an open transaction; socket, id and question were compared by the shell."""
+
+    transaction: int
+    message: bytes
+
+
+class UpstreamFailed(NamedTuple):
+    """The upstream cannot be asked: refused, unreachable, connection closed."""
+
+    transaction: int
+    why: str
+
+
+class AskerGone(NamedTuple):
+    """Nobody waits for this answer any more: the client's TCP connection was closed."""
+
+    asker: Hashable
+
+
+class RowsWritten(NamedTuple):
+    """What the kernel said to each write: 0 or an errno."""
+
+    results: tuple[tuple[Write, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointAdded:
+    """An interface whose traffic is to be policed. `endpoint` is a small number that the shell gives once and never again."""
+
+    endpoint: int
+    interface: str
+    ifindex: int
+    labels: Mapping[str, str]
+    addresses: tuple[Address, ...]
+    orientation: Orientation = Orientation.BEHIND
+    audit: bool = False
+    isolated: bool = False  # learn: per-endpoint
+
+
+class EndpointRemoved(NamedTuple):
+    endpoint: int
+
+
+class HostAddresses(NamedTuple):
+    """The host's own addresses, all of them, each time they change."""
+
+    addresses: frozenset[Address]
+
+
+@dataclass(frozen=True, slots=True)
+class PoliciesChanged:
+    """All policies from now on. `ticket` is settled when every endpoint is judged by them, or with the error if refused."""
+
+    policies: tuple[Policy, ...]
+    ticket: Hashable = None
+
+
+class LastSeen(NamedTuple):
+    """When a packet of a flow of this address was last seen in this scope; None: never."""
+
+    scope: int
+    address: Address
+    at: float | None
+
+
+class FlowsSeen(NamedTuple):
+    """A pass over the flow table ended: these identities are remembered by flows in it."""
+
+    pass_number: int
+    identities: frozenset[int]
+
+
+class SourceReported(NamedTuple):
+    """A source of labels has said all it knows at start (`state`, `policies`, `host`, `endpoints`)."""
+
+    source: str
+
+
+class Tick(NamedTuple):
+    """Time went by; what is due is done."""
+
+
+Event = (
+    Query
+    | Reply
+    | UpstreamFailed
+    | AskerGone
+    | RowsWritten
+    | EndpointAdded
+    | EndpointRemoved
+    | HostAddresses
+    | PoliciesChanged
+    | LastSeen
+    | FlowsSeen
+    | SourceReported
+    | Tick
+)
+
+# --- effects ---------------------------------------------------------------------------------------------------------
+
+
+class SendReply(NamedTuple):
+    """To the client: exactly one for each Query that is answered at all."""
+
+    asker: Hashable
+    message: bytes
+
+
+class AskUpstream(NamedTuple):
+    """Send the question to this server; asking again with the same transaction replaces the try before.
+
+    question: wire form of the question section (name in the client's case, type, class); the shell compares it with the reply's.
+    """
+
+    transaction: int
+    server: Address
+    port: int
+    protocol: int
+    message: bytes
+    question: bytes
+
+
+class Forget(NamedTuple):
+    """The transaction is closed: what still comes for it is late."""
+
+    transaction: int
+
+
+class WriteRows(NamedTuple):
+    """Perform these writes, in this order, and report each (RowsWritten)."""
+
+    writes: tuple[Write, ...]
+
+
+class Attach(NamedTuple):
+    """Everything this endpoint's packets are judged by is in the kernel: put the programs on the interface."""
+
+    endpoint: int
+    interface: str
+    ifindex: int
+    orientation: Orientation
+
+
+class Detach(NamedTuple):
+    endpoint: int
+    interface: str
+    ifindex: int
+
+
+class ReadLastSeen(NamedTuple):
+    scope: int
+    address: Address
+
+
+class PassOverFlows(NamedTuple):
+    pass_number: int
+
+
+class Settled(NamedTuple):
+    """What the ticket stood for is in the kernel (error None), or cannot be (a sentence)."""
+
+    ticket: Hashable
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something a person may want to read: structured, never needed for the work itself.
+
+    kind: question, reply, gate, policy, endpoint, row.
+    """
+
+    kind: str
+    at: float
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+Effect = SendReply | AskUpstream | Forget | WriteRows | Attach | Detach | ReadLastSeen | PassOverFlows | Settled | Fact

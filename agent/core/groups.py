@@ -1,0 +1,406 @@
+"""Groups and the flip: how policies change without a moment that neither the old nor the new one allows.
+
+    begin    compile; register new selectors and prefixes; new sets' rows for every identity; new groups' rows
+             wait: all of that is realized, and every ipcache row that changed by it
+    flip     one row of `groups` for each group whose set changes, one of `endpoints` for each endpoint that moves
+             wait: realized; from here the questions are judged by the new policies too
+    later    a second after, when no program run can still hold an old set's number: old sets, selectors and prefixes go
+
+Only the flip changes a verdict: before it no set in force names the new labels, after it none names the old ones. In-place edits are
+not safe in any order of tables (docs/ARCHITECTURE.md, I5 and I6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from agent.core.barrier import Barrier
+from agent.core.events import EndpointAdded
+from agent.core.identity import NoRoom
+from agent.core.ipcache import RESOURCE_POLICY, Ipcache
+from agent.core.known_bad import KnownBad
+from agent.core.name_manager import NameManager
+from agent.core.policy import CompiledPolicy, Cookies, compile_policies, endpoint_label_set
+from agent.core.reconciler import Reconciler
+from agent.core.rules import Fqdn, Policy
+from agent.core.sets import PolicySets
+from agent.core.tables import RowReference
+from agent.core.types import (
+    SCOPE_OWN_FIRST,
+    SCOPE_SHARED,
+    SCOPE_STATIC,
+    Address,
+    EndpointValue,
+    GroupValue,
+    IpcacheKey,
+    OwnAddressKey,
+    Prefix,
+)
+
+# A program run that has read a set's number is over long before: runs take microseconds.
+RETIRE_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class Group:
+    number: int
+    set: int
+    compiled: CompiledPolicy
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """An endpoint as it is judged now. `group` is None until its first flip."""
+
+    added: EndpointAdded
+    scope: int
+    group: Group | None = None
+    is_attached: bool = False
+
+    @property
+    def compiled(self) -> CompiledPolicy | None:
+        return self.group.compiled if self.group is not None else None
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A change under way."""
+
+    policies: tuple[Policy, ...]
+    tickets: list[Hashable]
+    groups: dict[int, Group] = field(default_factory=dict)  # endpoint -> its group after the flip, with its set after the flip
+    scopes: dict[int, int] = field(default_factory=dict)
+    new_sets: list[int] = field(default_factory=list)
+    barrier: Barrier = field(default_factory=lambda: Barrier(must_be_present=False))
+    is_flipping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step brought about: endpoints judged anew, endpoints ready to be attached, tickets settled with an error or None."""
+
+    judged_anew: frozenset[int] = frozenset()
+    to_attach: tuple[Endpoint, ...] = ()
+    settled: tuple[tuple[Hashable, str | None], ...] = ()
+    sets: tuple[int, ...] = ()
+
+
+class Groups:
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        sets: PolicySets,
+        names: NameManager,
+        ipcache: Ipcache,
+        cookies: Cookies,
+        known_bad: frozenset[KnownBad] = frozenset(),
+    ) -> None:
+        self.endpoints: dict[int, Endpoint] = {}
+        self.endpoint_by_address: dict[Address, int] = {}
+        self.policies: tuple[Policy, ...] = ()
+        self.groups: dict[int, Group] = {}
+        self._reconciler = reconciler
+        self._sets = sets
+        self._names = names
+        self._ipcache = ipcache
+        self._cookies = cookies
+        self._known_bad = known_bad
+        self._next_group = 1
+        self._prefix_users: dict[Prefix, int] = {}
+        self._requested: tuple[Policy, ...] | None = None
+        self._tickets: list[Hashable] = []
+        self._plan: _Plan | None = None
+        self._retiring: list[tuple[float, int | None, int | None, int | None]] = []  # at, set, group, scope
+
+    # --- what can be asked for ---------------------------------------------------------------------------------------
+
+    def change_policies(self, policies: tuple[Policy, ...], ticket: Hashable) -> None:
+        """These policies from now on; the ticket is settled by a later step."""
+        self._requested = policies
+        self._tickets.append(ticket)
+
+    def add_endpoint(self, added: EndpointAdded) -> str | None:
+        """A new endpoint; gives back a sentence if it cannot be."""
+        for address in added.addresses:
+            owner = self.endpoint_by_address.get(address)
+            if owner is not None:
+                return (
+                    f"address {Prefix.of(address)} of {added.interface} is endpoint {self.endpoints[owner].added.interface}'s"
+                )
+        self.endpoints[added.endpoint] = Endpoint(added, self._scope(added, None))
+        labels = endpoint_label_set(added.labels)
+        try:
+            for address in added.addresses:
+                self.endpoint_by_address[address] = added.endpoint
+                self._ipcache.upsert(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{added.endpoint}", labels)
+                self._reconciler.own_addresses.want(OwnAddressKey(added.endpoint, address), True)
+        except NoRoom as error:
+            self.remove_endpoint(added.endpoint)
+            return str(error)
+        self._again()
+        return None
+
+    def remove_endpoint(self, endpoint: int) -> Endpoint | None:
+        """Its rows go, and its group if nobody else is in it."""
+        removed = self.endpoints.pop(endpoint, None)
+        if removed is None:
+            return None
+        self._reconciler.endpoints.drop(removed.added.ifindex)
+        for address in removed.added.addresses:
+            if self.endpoint_by_address.get(address) == endpoint:
+                del self.endpoint_by_address[address]
+                self._ipcache.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{endpoint}")
+            self._reconciler.own_addresses.drop(OwnAddressKey(endpoint, address))
+        if removed.scope != SCOPE_SHARED:
+            self._names.forget_scope(removed.scope)
+        self._again()
+        return removed
+
+    def _again(self) -> None:
+        """The same policies, judged for the endpoints there are now."""
+        if self._requested is None:
+            self._requested = self._plan.policies if self._plan is not None else self.policies
+
+    # --- the change ----------------------------------------------------------------------------------------------------
+
+    def step(self, now: float) -> Outcome:
+        """Go on as far as the kernel's answers allow."""
+        self._retire_due(now)
+        plan = self._plan
+        if plan is None:
+            if self._requested is None:
+                return Outcome()
+            plan = _Plan(self._requested, self._tickets)
+            self._requested, self._tickets = None, []
+            try:
+                self._begin(plan, now)
+            except NoRoom as error:
+                return self._abort(plan, str(error))
+            self._plan = plan
+        if not plan.is_flipping:
+            waiting = plan.barrier
+            if not waiting.is_over:
+                return Outcome()
+            if waiting.error is not None:
+                return self._abort(plan, waiting.error)
+            self._flip(plan)
+        if plan.barrier.error is not None:
+            # A flip overwrites rows and needs no room; what failed is a new endpoint's row, and it is tried again for ever.
+            plan.barrier = self._reconciler.barriers.take(self._flip_rows(plan))
+        return self._finish(plan, now) if plan.barrier.is_met else Outcome()
+
+    def _begin(self, plan: _Plan, now: float) -> None:
+        revision = self._reconciler.revisions.last
+        labels = [endpoint.added.labels for endpoint in self.endpoints.values()]
+        compiled_by_key: dict[tuple[frozenset[int], bool], CompiledPolicy] = {}
+        members: dict[tuple[frozenset[int], bool], list[int]] = {}
+        for number, endpoint in self.endpoints.items():
+            selecting = frozenset(i for i, policy in enumerate(plan.policies) if policy.selects(endpoint.added.labels))
+            key = (selecting, endpoint.added.audit)
+            if key not in compiled_by_key:
+                policies = [plan.policies[i] for i in sorted(selecting)]
+                compiled_by_key[key] = compile_policies(policies, self._cookies, labels, audit=endpoint.added.audit)
+            members.setdefault(key, []).append(number)
+        unclaimed = dict(self.groups)
+        to_build: list[tuple[CompiledPolicy, list[int]]] = []
+        merged: list[tuple[CompiledPolicy, list[int]]] = []
+        for key, numbers in members.items():
+            same = next((entry for entry in merged if entry[0] == compiled_by_key[key]), None)
+            if same is not None:
+                same[1].extend(numbers)
+            else:
+                merged.append((compiled_by_key[key], numbers))
+        for compiled, numbers in merged:
+            kept = next((group for group in unclaimed.values() if group.compiled == compiled), None)
+            if kept is not None:
+                del unclaimed[kept.number]
+                self._assign(plan, kept, numbers)
+            else:
+                to_build.append((compiled, numbers))
+        for compiled, numbers in to_build:
+            group = self._group_to_flip(unclaimed, numbers)
+            if group is not None and KnownBad.EDIT_IN_PLACE in self._known_bad:
+                policy_set = self._edit_set_in_place(group, compiled)
+            else:
+                policy_set = self._build_set(plan, compiled)
+            if group is None:
+                number, self._next_group = self._next_group, self._next_group + 1
+                self._reconciler.groups.want(number, _group_value(policy_set, compiled))
+            else:
+                number = group.number
+                del unclaimed[number]
+            self._assign(plan, Group(number, policy_set, compiled), numbers)
+        for number, scope in plan.scopes.items():
+            target = plan.groups[number].compiled
+            if scope not in (SCOPE_SHARED, self.endpoints[number].scope):
+                self._names.copy_scope(SCOPE_SHARED, scope, target.fqdn_labels, now)
+        rows = [row for policy_set in plan.new_sets for row in self._sets.rows(policy_set)]
+        for table in (
+            self._reconciler.ipcache,
+            self._reconciler.policy,
+            self._reconciler.groups,
+            self._reconciler.own_addresses,
+        ):
+            rows += [RowReference(table.name, key, changed) for key, changed in table.pending.items() if changed > revision]
+        for endpoint in self.endpoints.values():
+            if endpoint.group is None:
+                rows += [
+                    self._reconciler.own_addresses.reference(OwnAddressKey(endpoint.added.endpoint, address))
+                    for address in endpoint.added.addresses
+                ]
+        plan.barrier = self._reconciler.barriers.take(rows)
+
+    def _build_set(self, plan: _Plan, compiled: CompiledPolicy) -> int:
+        """Register what the policy names, then its rows. Whatever fails, `plan.new_sets` says what to take back."""
+        for index, peer in enumerate(fqdns := _fqdns(compiled)):
+            try:
+                self._names.register(peer)
+            except NoRoom:
+                for registered in fqdns[:index]:
+                    self._names.unregister(registered)
+                raise
+        try:
+            self._add_prefixes(compiled)
+            policy_set = self._sets.create(compiled)
+        except NoRoom:
+            number = self._sets.last_number
+            if number in self._sets.by_number and self._sets.by_number[number].compiled is compiled:
+                self._sets.retire(number)
+            self._end_registrations(compiled)
+            raise
+        plan.new_sets.append(policy_set.number)
+        return policy_set.number
+
+    def _edit_set_in_place(self, group: Group, compiled: CompiledPolicy) -> int:
+        """The mistake that the flip prevents (known_bad.py)."""
+        for peer in _fqdns(compiled):
+            self._names.register(peer)
+        self._add_prefixes(compiled)
+        self._end_registrations(group.compiled)
+        self._sets.edit_in_place(group.set, compiled)
+        return group.set
+
+    def _assign(self, plan: _Plan, group: Group, numbers: list[int]) -> None:
+        for number in numbers:
+            plan.groups[number] = group
+            plan.scopes[number] = self._scope(self.endpoints[number].added, group.compiled)
+
+    def _group_to_flip(self, unclaimed: dict[int, Group], numbers: list[int]) -> Group | None:
+        """A group all of whose members get the new set: one row flips them all."""
+        wanted = set(numbers)
+        for group in unclaimed.values():
+            members = {number for number, endpoint in self.endpoints.items() if endpoint.group is group}
+            if members and members <= wanted:
+                return group
+        return None
+
+    def _flip(self, plan: _Plan) -> None:
+        for group in {group.number: group for group in plan.groups.values()}.values():
+            self._reconciler.groups.want(group.number, _group_value(group.set, group.compiled))
+        for number, group in plan.groups.items():
+            endpoint = self.endpoints.get(number)
+            if endpoint is not None:
+                value = EndpointValue(number, group.number, plan.scopes[number], endpoint.added.orientation)
+                self._reconciler.endpoints.want(endpoint.added.ifindex, value)
+        plan.is_flipping = True
+        plan.barrier = self._reconciler.barriers.take(self._flip_rows(plan))
+
+    def _flip_rows(self, plan: _Plan) -> list[RowReference]:
+        rows = [self._reconciler.groups.reference(number) for number in {group.number for group in plan.groups.values()}]
+        for number in plan.groups:
+            if number in self.endpoints:
+                rows.append(self._reconciler.endpoints.reference(self.endpoints[number].added.ifindex))
+        return rows
+
+    def _finish(self, plan: _Plan, now: float) -> Outcome:
+        self._plan = None
+        self.policies = plan.policies
+        judged_anew, to_attach = set(), []
+        before = self.groups
+        self.groups = {group.number: group for group in plan.groups.values()}
+        for number, group in plan.groups.items():
+            endpoint = self.endpoints.get(number)
+            if endpoint is None:
+                continue
+            if endpoint.group is None or endpoint.group.set != group.set or endpoint.scope != plan.scopes[number]:
+                judged_anew.add(number)
+            if endpoint.scope not in (SCOPE_SHARED, plan.scopes[number]):
+                self._retiring.append((now + RETIRE_AFTER_S, None, None, endpoint.scope))
+            endpoint.group, endpoint.scope = self.groups[group.number], plan.scopes[number]
+            if not endpoint.is_attached:
+                endpoint.is_attached = True
+                to_attach.append(endpoint)
+        in_force = {group.set for group in self.groups.values()}
+        for group in before.values():
+            set_ends, group_ends = group.set not in in_force, group.number not in self.groups
+            if set_ends or group_ends:
+                self._retiring.append(
+                    (now + RETIRE_AFTER_S, group.set if set_ends else None, group.number if group_ends else None, None)
+                )
+        return Outcome(
+            frozenset(judged_anew), tuple(to_attach), tuple((ticket, None) for ticket in plan.tickets), tuple(in_force)
+        )
+
+    def _abort(self, plan: _Plan, error: str) -> Outcome:
+        """Nothing in force was touched: what was prepared goes, the policies in force stay."""
+        self._reconciler.barriers.cancel(plan.barrier)
+        for number in plan.new_sets:
+            self._end_set(number)
+        for number in {group.number for group in plan.groups.values()} - set(self.groups):
+            self._reconciler.groups.drop(number)
+        self._plan = None
+        return Outcome(settled=tuple((ticket, error) for ticket in plan.tickets))
+
+    # --- later -----------------------------------------------------------------------------------------------------------
+
+    def _retire_due(self, now: float) -> None:
+        due = [entry for entry in self._retiring if entry[0] <= now]
+        if not due:
+            return
+        self._retiring = [entry for entry in self._retiring if entry[0] > now]
+        for _, policy_set, group, scope in due:
+            if group is not None:
+                self._reconciler.groups.drop(group)
+            if policy_set is not None:
+                self._end_set(policy_set)
+            if scope is not None and all(endpoint.scope != scope for endpoint in self.endpoints.values()):
+                self._names.forget_scope(scope)
+
+    def _end_set(self, number: int) -> None:
+        compiled = self._sets.by_number[number].compiled
+        self._sets.retire(number)
+        self._end_registrations(compiled)
+
+    def _end_registrations(self, compiled: CompiledPolicy) -> None:
+        for peer in _fqdns(compiled):
+            self._names.unregister(peer)
+        self._remove_prefixes(compiled)
+
+    def _add_prefixes(self, compiled: CompiledPolicy) -> None:
+        for prefix in sorted(compiled.prefixes):
+            self._prefix_users[prefix] = self._prefix_users.get(prefix, 0) + 1
+        for prefix in sorted(compiled.prefixes):
+            self._ipcache.upsert(IpcacheKey(SCOPE_STATIC, prefix), RESOURCE_POLICY, frozenset({f"cidr:{prefix}"}))
+
+    def _remove_prefixes(self, compiled: CompiledPolicy) -> None:
+        for prefix in compiled.prefixes:
+            self._prefix_users[prefix] -= 1
+            if not self._prefix_users[prefix]:
+                del self._prefix_users[prefix]
+                self._ipcache.remove(IpcacheKey(SCOPE_STATIC, prefix), RESOURCE_POLICY)
+
+    def next_deadline(self) -> float | None:
+        return min((entry[0] for entry in self._retiring), default=None)
+
+    def _scope(self, added: EndpointAdded, compiled: CompiledPolicy | None) -> int:
+        own = added.isolated or (compiled is not None and compiled.asks_named_servers)
+        return SCOPE_OWN_FIRST + added.endpoint if own else SCOPE_SHARED
+
+
+def _fqdns(compiled: CompiledPolicy) -> list[Fqdn]:
+    return sorted((peer for peer in compiled.peers if isinstance(peer, Fqdn)), key=lambda peer: peer.label)
+
+
+def _group_value(policy_set: int, compiled: CompiledPolicy) -> GroupValue:
+    return GroupValue(policy_set, compiled.default_deny_egress, compiled.default_deny_ingress, compiled.audit)

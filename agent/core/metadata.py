@@ -1,0 +1,88 @@
+"""ipcache metadata: who attached which labels to a prefix.
+
+prefix -> resource -> labels, merged by union, so that two owners of one prefix never fight: each takes back only its own. The key
+is (scope, prefix). Resources of scope 0 are `policy` (a named prefix), `host` and `endpoint:N`; of learned scopes, the names.
+"""
+
+from __future__ import annotations
+
+from agent.core.types import LABEL_HOST, LABEL_WORLD, SCOPE_STATIC, IpcacheKey, LabelSet, Prefix
+
+NO_LABELS: LabelSet = frozenset()
+
+
+class Metadata:
+    def __init__(self) -> None:
+        self.labels_by_resource: dict[IpcacheKey, dict[str, LabelSet]] = {}
+        # Named prefixes by (family, length), longest first: the closest one that holds an address is found in as many look-ups
+        # as there are different lengths, whatever the number of prefixes.
+        self._lengths: dict[int, list[int]] = {4: [], 16: []}
+        self._count_by_length: dict[tuple[int, int], int] = {}
+
+    def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet) -> bool:
+        """Attach labels; says whether anything changed."""
+        resources = self.labels_by_resource.get(key)
+        if resources is None:
+            resources = self.labels_by_resource[key] = {}
+            if key.scope == SCOPE_STATIC:
+                self._count(key.prefix, 1)
+        elif resources.get(resource) == labels:
+            return False
+        resources[resource] = labels
+        return True
+
+    def remove(self, key: IpcacheKey, resource: str) -> bool:
+        """Take back what this resource attached; says whether anything changed."""
+        resources = self.labels_by_resource.get(key)
+        if resources is None or resources.pop(resource, None) is None:
+            return False
+        if not resources:
+            del self.labels_by_resource[key]
+            if key.scope == SCOPE_STATIC:
+                self._count(key.prefix, -1)
+        return True
+
+    def label_set(self, key: IpcacheKey) -> LabelSet | None:
+        """The complete label set of a row; None where no row is wanted.
+
+        Labels of learned names, `cidr:` of the closest named prefix, and what the address is: an endpoint, the host, or world.
+        """
+        resources = self.labels_by_resource.get(key)
+        if resources is None:
+            return None
+        own = NO_LABELS.union(*resources.values())
+        if key.scope == SCOPE_STATIC and not key.prefix.is_address:
+            return own | {LABEL_WORLD}
+        return own | self.static_labels(key.prefix)
+
+    def static_labels(self, prefix: Prefix) -> LabelSet:
+        """What an address is by the static prefixes alone."""
+        closest = NO_LABELS
+        for length in self._lengths[len(prefix.address)]:
+            if length > prefix.length:
+                continue
+            resources = self.labels_by_resource.get(IpcacheKey(SCOPE_STATIC, Prefix.masked(prefix.address, length)))
+            if resources is None:
+                continue
+            labels = NO_LABELS.union(*resources.values())
+            named = frozenset(label for label in labels if label.startswith("cidr:"))
+            others = labels - named
+            if length == prefix.length == len(prefix.address) * 8 and others:
+                # The host or an endpoint; its closest named prefix is this one, or further up.
+                closest |= others
+            if named:
+                closest |= named
+                break
+        return closest if any(not label.startswith("cidr:") for label in closest) else closest | {LABEL_WORLD}
+
+    def _count(self, prefix: Prefix, by: int) -> None:
+        family = len(prefix.address)
+        count = self._count_by_length.get((family, prefix.length), 0) + by
+        if count:
+            self._count_by_length[family, prefix.length] = count
+        else:
+            del self._count_by_length[family, prefix.length]
+        self._lengths[family] = sorted((length for of, length in self._count_by_length if of == family), reverse=True)
+
+
+HOST_LABELS: LabelSet = frozenset({LABEL_HOST})

@@ -1,0 +1,414 @@
+"""The gate: questions open and replies held.
+
+    question -> judged -> asked upstream -> reply -> learned -> held until its barrier is empty -> released
+                  |                          |                            |
+                  `-> denied answer          `-> next upstream, SERVFAIL  `-> SERVFAIL at the deadline
+
+Rule 1 (I3): every question that is taken gets exactly one answer: whoever answers takes the transaction out of the table first.
+Rule 2 (I8): only a reply to an open transaction teaches, and only under the name that was asked.
+Rule 3: a reply goes byte for byte as it came, or not at all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from agent.core.barrier import Barrier
+from agent.core.dns_cache import Pair
+from agent.core.events import AskerGone, AskUpstream, Effect, Fact, Forget, Query, Reply, SendReply, UpstreamFailed
+from agent.core.groups import Groups
+from agent.core.identity import NoRoom
+from agent.core.ipcache import Ipcache
+from agent.core.known_bad import KnownBad
+from agent.core.name_manager import NameManager
+from agent.core.policy import COOKIE_NONE, CompiledPolicy
+from agent.core.reconciler import Reconciler
+from agent.core.settings import Settings, Upstream
+from agent.core.tables import NO_ROOM
+from agent.core.types import PROTOCOL_UDP, Address, text_of
+from agent.dns import messages
+from agent.dns.messages import ExtendedError
+from agent.dns.wire import TYPE_AXFR, TYPE_IXFR, Question, Rcode, Status, WireError, read_question, read_reply
+
+# A stub resolver gives up after 5 s. Answering at 4 s, whatever happened, keeps it from asking the next server in vain.
+QUESTION_S_MAX = 4.0
+# With two upstreams a silent first one leaves the second time enough; with one the whole budget is its own.
+TRY_S_MAX = 1.5
+
+
+@dataclass(slots=True)
+class Transaction:
+    """A question from when it is taken until it is answered.
+
+    tries: upstreams not asked yet. due_at: when to look at it again; an older entry in the heap means nothing.
+    added: pairs the reply brought, taken back if there is no room for their rows.
+    """
+
+    number: int
+    query: Query
+    question: Question
+    endpoint: int
+    asked_at: float
+    deadline: float
+    cookie: int = COOKIE_NONE
+    ask_server: bool = False
+    tries: list[Upstream] = field(default_factory=list)
+    upstream: Upstream | None = None
+    last_reply: bytes | None = None
+    reply: bytes | None = None
+    barrier: Barrier | None = None
+    addresses: tuple[tuple[Address, int], ...] = ()
+    replied_at: float = 0.0
+    added: list[Pair] = field(default_factory=list)
+    due_at: float = 0.0
+    rows_waited_for: int = 0
+
+
+class Proxy:
+    """effects: where what is to be done is put."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        groups: Groups,
+        names: NameManager,
+        ipcache: Ipcache,
+        reconciler: Reconciler,
+        effects: list[Effect],
+        known_bad: frozenset[KnownBad] = frozenset(),
+    ) -> None:
+        self.settings = settings
+        self.transactions: dict[int, Transaction] = {}
+        self.counters: dict[str, int] = {}
+        self.is_started = False
+        self._groups = groups
+        self._names = names
+        self._ipcache = ipcache
+        self._reconciler = reconciler
+        self._effects = effects
+        self._known_bad = known_bad
+        self._next = 1
+        self._numbers_by_asker: dict[Hashable, set[int]] = {}
+        self._number_by_barrier: dict[int, int] = {}
+        self._open_by_endpoint: dict[int, int] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+
+    def take(self, query: Query, now: float) -> None:
+        """A question came. Who asked is known by its address, which the datapath has compared with the interface."""
+        endpoint = self._groups.endpoint_by_address.get(query.client)
+        if endpoint is None:
+            self._count("questions from nobody")
+            return
+        self._count("questions")
+        try:
+            question = read_question(query.message)
+        except WireError as error:
+            self._count(f"questions {error.fault.value}")
+            answer = messages.refusal(query.message, error)
+            if answer is not None:
+                self._effects.append(SendReply(query.asker, answer))
+            return
+        transaction = Transaction(self._next, query, question, endpoint, now, now + QUESTION_S_MAX)
+        self._next += 1
+        if question.qtype in (TYPE_AXFR, TYPE_IXFR):
+            self._deny(
+                transaction, messages.denied(question, Rcode.REFUSED, ExtendedError.NOT_SUPPORTED, "no zone transfers"), now
+            )
+        elif (
+            len(self.transactions) >= self.settings.open_questions_max
+            or self._open_by_endpoint.get(endpoint, 0) >= self.settings.open_questions_per_endpoint_max
+        ):
+            self._count("questions over the bound")
+            self._effects.append(
+                SendReply(query.asker, messages.servfail(question, ExtendedError.OTHER, "too many open questions"))
+            )
+        elif not self.is_started or self._groups.endpoints[endpoint].group is None:
+            self._open(transaction)
+            transaction.deadline = now + self.settings.gate_deadline_s
+            self._due(transaction, transaction.deadline)
+        else:
+            self._judge(transaction, now)
+
+    def start(self, now: float) -> None:
+        """Every source of labels has reported: what was asked meanwhile is judged now."""
+        self.is_started = True
+        self.judge_waiting(now)
+
+    def judge_waiting(self, now: float) -> None:
+        """Questions that came before there was anything to judge them by."""
+        for transaction in [t for t in self.transactions.values() if t.upstream is None and t.reply is None]:
+            if self.is_started and self._groups.endpoints[transaction.endpoint].group is not None:
+                self._close(transaction)
+                transaction.deadline = transaction.asked_at + QUESTION_S_MAX
+                self._judge(transaction, now)
+
+    def _judge(self, transaction: Transaction, now: float) -> None:
+        if not self._may_ask(transaction):
+            self._deny(transaction, self._denied_answer(transaction), now)
+            return
+        if transaction.ask_server or not self.settings.upstreams:
+            transaction.tries = [Upstream(transaction.query.server, transaction.query.port)]
+        else:
+            transaction.tries = list(self.settings.upstreams)
+        self._open(transaction)
+        self._ask(transaction, now)
+
+    def _may_ask(self, transaction: Transaction) -> bool:
+        compiled, query = self._compiled(transaction), transaction.query
+        scope = self._groups.endpoints[transaction.endpoint].scope
+        verdict = compiled.may_ask(
+            transaction.question.name, self._ipcache.label_set(scope, query.server), query.port, query.protocol
+        )
+        transaction.cookie, transaction.ask_server = verdict.cookie, verdict.ask_server
+        return verdict.allowed or compiled.audit
+
+    def _compiled(self, transaction: Transaction) -> CompiledPolicy:
+        compiled = self._groups.endpoints[transaction.endpoint].compiled
+        assert compiled is not None, "a question was judged before its endpoint had a policy"
+        return compiled
+
+    def _denied_answer(self, transaction: Transaction) -> bytes:
+        question, rcode = transaction.question, self.settings.denied_rcode
+        if rcode == Rcode.NXDOMAIN and self._compiled(transaction).has_names_below(question.name):
+            rcode = Rcode.NOERROR
+        return messages.denied(question, rcode, ExtendedError.BLOCKED, "not allowed by policy")
+
+    def _deny(self, transaction: Transaction, answer: bytes, now: float) -> None:
+        self._count("questions denied")
+        self._effects.append(SendReply(transaction.query.asker, answer))
+        self._fact("question", transaction, now, verdict="denied")
+
+    # --- upstream ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, transaction: Transaction, now: float) -> None:
+        upstream = transaction.tries.pop(0)
+        transaction.upstream = upstream
+        query = transaction.query
+        self._effects.append(
+            AskUpstream(
+                transaction.number, upstream.address, upstream.port, query.protocol, query.message, transaction.question.section
+            )
+        )
+        self._due(transaction, min(transaction.deadline, now + TRY_S_MAX) if transaction.tries else transaction.deadline)
+
+    def take_reply(self, reply: Reply, now: float) -> None:
+        transaction = self.transactions.get(reply.transaction)
+        if transaction is None or transaction.reply is not None:
+            self._count("replies late")
+            return
+        question = transaction.question
+        answer = read_reply(reply.message, question)
+        if answer.status is Status.MISMATCH:
+            self._count("replies mismatched")
+            return
+        if answer.status in (Status.MALFORMED, Status.LOOP):
+            self._count(f"replies {answer.status.value}")
+            self._try_next(transaction, f"upstream sent a {answer.status.value} reply", now)
+            return
+        if answer.rcode in (Rcode.SERVFAIL, Rcode.REFUSED) and transaction.tries:
+            transaction.last_reply = reply.message
+            self._try_next(transaction, "", now)
+            return
+        self._effects.append(Forget(transaction.number))
+        message = reply.message
+        if answer.status is Status.TRUNCATED:
+            message = messages.truncated(message, question)
+        transaction.reply, transaction.replied_at = message, now
+        transaction.addresses = answer.addresses
+        self._hold(transaction, now)
+
+    def take_failure(self, failure: UpstreamFailed, now: float) -> None:
+        transaction = self.transactions.get(failure.transaction)
+        if transaction is not None and transaction.reply is None:
+            self._try_next(transaction, failure.why, now)
+
+    def _try_next(self, transaction: Transaction, why: str, now: float) -> None:
+        if transaction.tries and now < transaction.deadline:
+            self._ask(transaction, now)
+            return
+        self._effects.append(Forget(transaction.number))
+        if transaction.last_reply is not None:
+            transaction.reply, transaction.replied_at = transaction.last_reply, now
+            self._release(transaction, now)
+        else:
+            self._fail(transaction, ExtendedError.NETWORK_ERROR, why or "no upstream answered", now)
+
+    # --- the gate ------------------------------------------------------------------------------------------------------
+
+    def _hold(self, transaction: Transaction, now: float) -> None:
+        """Learn what the reply teaches and take its barrier from the rows as they stand (barrier.py)."""
+        if not transaction.addresses or not self._teaches(transaction):
+            self._release(transaction, now)
+            return
+        scope = self._groups.endpoints[transaction.endpoint].scope
+        try:
+            learned = self._names.learn(transaction.question.name, transaction.addresses, scope, now)
+        except NoRoom as error:
+            self._fail(transaction, ExtendedError.NOT_READY, str(error), now)
+            return
+        transaction.added += learned.added
+        rows = learned.rows if self._is_wanted(transaction) else []
+        if KnownBad.NOTHING_CHANGED_NO_WAIT in self._known_bad and not learned.added:
+            rows = []
+        self._reconciler.settle()
+        transaction.barrier = self._reconciler.barriers.take(rows, must_be_present=True)
+        transaction.rows_waited_for = len(transaction.barrier.missing)
+        if transaction.barrier.is_over or KnownBad.RELEASE_FIRST in self._known_bad:
+            self._barrier_over(transaction, now)
+            return
+        if len(self._number_by_barrier) >= self.settings.held_replies_max:
+            self._fail(transaction, ExtendedError.NOT_READY, "too many held replies", now)
+            return
+        self._number_by_barrier[id(transaction.barrier)] = transaction.number
+        self._due(transaction, min(transaction.deadline, transaction.replied_at + self.settings.gate_deadline_s))
+
+    def _teaches(self, transaction: Transaction) -> bool:
+        """A question let through by audit alone opens nothing."""
+        return transaction.cookie != COOKIE_NONE or not self._compiled(transaction).audit
+
+    def _is_wanted(self, transaction: Transaction) -> bool:
+        """Does a selector of the asking endpoint want the name? Else there is nothing to wait for."""
+        return bool(self._compiled(transaction).fqdn_labels & self._names.labels_of(transaction.question.name))
+
+    def barriers_over(self, barriers: Iterable[Barrier], now: float) -> None:
+        """Rows were acknowledged, or cannot be written."""
+        for barrier in barriers:
+            number = self._number_by_barrier.pop(id(barrier), None)
+            if number is not None and number in self.transactions:
+                self._barrier_over(self.transactions[number], now)
+        if KnownBad.WAIT_PER_BATCH in self._known_bad:
+            for number in list(self._number_by_barrier.values()):
+                self._release(self.transactions[number], now)
+
+    def _barrier_over(self, transaction: Transaction, now: float) -> None:
+        assert transaction.barrier is not None
+        if transaction.barrier.error is None:
+            self._release(transaction, now)
+            return
+        if transaction.barrier.errno in NO_ROOM:
+            # Nothing of this reply stays behind, so that nothing piles up (DECISIONS 9).
+            self._names.take_back(transaction.added)
+        self._fail(transaction, ExtendedError.NOT_READY, transaction.barrier.error, now)
+
+    def judge_again(self, endpoints: frozenset[int], now: float) -> None:
+        """The policies of these endpoints changed: a held reply is judged again before it goes (DECISIONS 9)."""
+        for transaction in [t for t in self.transactions.values() if t.endpoint in endpoints and t.barrier is not None]:
+            self._forget_barrier(transaction)
+            if self._may_ask(transaction):
+                self._hold(transaction, now)
+            else:
+                self._close(transaction)
+                self._deny(transaction, self._denied_answer(transaction), now)
+        self.judge_waiting(now)
+
+    # --- answers -------------------------------------------------------------------------------------------------------
+
+    def _release(self, transaction: Transaction, now: float) -> None:
+        assert transaction.reply is not None
+        self._close(transaction)
+        message = messages.fit(transaction.reply, transaction.question, transaction.query.protocol)
+        self._effects.append(SendReply(transaction.query.asker, message))
+        self._count("replies released")
+        self._fact("question", transaction, now, verdict="allowed", outcome="released")
+
+    def _fail(self, transaction: Transaction, reason: ExtendedError, why: str, now: float) -> None:
+        self._close(transaction)
+        answer = messages.servfail(transaction.question, reason, why)
+        self._effects.append(SendReply(transaction.query.asker, answer))
+        self._count("replies failed")
+        self._fact("question", transaction, now, verdict="allowed", outcome="failed", why=why)
+
+    def expire(self, now: float) -> None:
+        """Deadlines that have come."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            at, number = heapq.heappop(self._deadlines)
+            transaction = self.transactions.get(number)
+            if transaction is None or transaction.due_at != at:
+                continue
+            if transaction.barrier is not None:
+                self._gate_deadline(transaction, now)
+            elif transaction.upstream is None:
+                self._fail(transaction, ExtendedError.NOT_READY, "still starting", now)
+            else:
+                self._count("upstream tries without an answer")
+                self._try_next(transaction, "no upstream answered in time", now)
+
+    def _gate_deadline(self, transaction: Transaction, now: float) -> None:
+        self._count("gate deadlines")
+        if self.settings.release_on_failure:
+            self._release(transaction, now)
+        else:
+            self._fail(transaction, ExtendedError.NOT_READY, "the addresses are not in the kernel yet", now)
+
+    def asker_gone(self, gone: AskerGone) -> None:
+        for number in list(self._numbers_by_asker.get(gone.asker, ())):
+            transaction = self.transactions[number]
+            if transaction.reply is None and transaction.upstream is not None:
+                self._effects.append(Forget(number))
+            self._close(transaction)
+            self._count("askers gone")
+
+    def endpoint_gone(self, endpoint: int) -> None:
+        for transaction in [t for t in self.transactions.values() if t.endpoint == endpoint]:
+            self._effects.append(Forget(transaction.number))
+            self._close(transaction)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # --- the table of transactions ---------------------------------------------------------------------------------------
+
+    def _open(self, transaction: Transaction) -> None:
+        self.transactions[transaction.number] = transaction
+        self._numbers_by_asker.setdefault(transaction.query.asker, set()).add(transaction.number)
+        self._open_by_endpoint[transaction.endpoint] = self._open_by_endpoint.get(transaction.endpoint, 0) + 1
+
+    def _close(self, transaction: Transaction) -> None:
+        del self.transactions[transaction.number]
+        self._forget_barrier(transaction)
+        numbers = self._numbers_by_asker[transaction.query.asker]
+        numbers.discard(transaction.number)
+        if not numbers:
+            del self._numbers_by_asker[transaction.query.asker]
+        left = self._open_by_endpoint[transaction.endpoint] - 1
+        if left:
+            self._open_by_endpoint[transaction.endpoint] = left
+        else:
+            del self._open_by_endpoint[transaction.endpoint]
+
+    def _forget_barrier(self, transaction: Transaction) -> None:
+        if transaction.barrier is not None:
+            self._reconciler.barriers.cancel(transaction.barrier)
+            self._number_by_barrier.pop(id(transaction.barrier), None)
+
+    def _due(self, transaction: Transaction, at: float) -> None:
+        transaction.due_at = at
+        heapq.heappush(self._deadlines, (at, transaction.number))
+
+    def _count(self, what: str) -> None:
+        self.counters[what] = self.counters.get(what, 0) + 1
+
+    def _fact(self, kind: str, transaction: Transaction, now: float, **fields: object) -> None:
+        query = transaction.query
+        self._effects.append(
+            Fact(
+                kind,
+                now,
+                {
+                    "endpoint": transaction.endpoint,
+                    "name": transaction.question.name,
+                    "type": transaction.question.qtype,
+                    "server": text_of(query.server),
+                    "protocol": "udp" if query.protocol == PROTOCOL_UDP else "tcp",
+                    "cookie": transaction.cookie,
+                    "upstream_s": round(transaction.replied_at - transaction.asked_at, 6) if transaction.replied_at else None,
+                    "gate_s": round(now - transaction.replied_at, 6) if transaction.replied_at else None,
+                    "rows": transaction.rows_waited_for,
+                    **fields,
+                },
+            )
+        )

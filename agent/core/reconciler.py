@@ -1,0 +1,76 @@
+"""What is to be written next, and what the kernel's answers mean.
+
+The order (I2): policy rows of an identity first, in every set in force or in preparation, then the ipcache row that names it. On
+the way back it is the owners' order: an identity's policy rows are dropped only when no ipcache row names it any more, a set's only
+when no group points to it. Everything else that has to come after something (a flip, an attachment) waits by a barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agent.core.barrier import Barriers
+from agent.core.known_bad import KnownBad
+from agent.core.tables import NO_ROOM, IpcacheTable, KernelTable, PolicyTable, Revisions
+from agent.core.types import Key, Table, Value, Write
+
+# About 2 ms of map writes (4 us each): between two batches the shell looks at its sockets.
+BATCH_ROWS_MAX = 512
+
+
+class Reconciler:
+    def __init__(self, known_bad: frozenset[KnownBad] = frozenset()) -> None:
+        self.revisions = revisions = Revisions()
+        self.policy = PolicyTable(revisions)
+        self.ipcache = IpcacheTable(revisions)
+        self.groups = KernelTable(Table.GROUPS, revisions)
+        self.endpoints = KernelTable(Table.ENDPOINTS, revisions)
+        self.own_addresses = KernelTable(Table.OWN_ADDRESSES, revisions)
+        self.tables: dict[Table, KernelTable] = {
+            table.name: table for table in (self.policy, self.own_addresses, self.groups, self.endpoints, self.ipcache)
+        }
+        self.barriers = Barriers(self.tables)
+        self._known_bad = known_bad
+
+    def batch(self, now: float) -> tuple[Write, ...]:
+        """The next writes, in the order in which they have to be made; empty when nothing can be done now."""
+        writes: list[Write] = []
+        tables = list(self.tables.values())
+        if KnownBad.WRITE_ORDER_REVERSED in self._known_bad:
+            tables.reverse()
+        for puts in (True, False):
+            for table in tables:
+                allowed = self._may_be_named if table is self.ipcache and puts else None
+                if table.pending and len(writes) < BATCH_ROWS_MAX:
+                    writes += table.due(now, BATCH_ROWS_MAX - len(writes), puts=puts, allowed=allowed)
+        return tuple(writes)
+
+    def _may_be_named(self, key: Key, value: Value) -> bool:
+        assert isinstance(value, int)
+        return self.policy.has_all_rows_of(value) or KnownBad.WRITE_ORDER_REVERSED in self._known_bad
+
+    def written(self, results: Iterable[tuple[Write, int]], now: float) -> None:
+        """Take in the kernel's answers; barriers that are over by them are in `barriers.over`."""
+        for write, error in results:
+            table = self.tables[write.table]
+            table.written(write, error, now)
+            if error in NO_ROOM and write.key in table.failures:
+                self.barriers.row_failed(write.table, write.key, error)
+        self.settle()
+
+    def settle(self) -> None:
+        """Tell the barriers what was acknowledged, was there already, or is wanted no longer."""
+        for table in self.tables.values():
+            if table.withdrawn:
+                for key in table.withdrawn:
+                    if key not in table.desired:
+                        self.barriers.row_withdrawn(table.name, key)
+                table.withdrawn.clear()
+            if table.settled:
+                for key, revision in table.settled:
+                    self.barriers.row_settled(table.name, key, revision)
+                table.settled.clear()
+
+    def next_deadline(self) -> float | None:
+        retries = [at for table in self.tables.values() if (at := table.next_retry()) is not None]
+        return min(retries, default=None)

@@ -1,0 +1,121 @@
+"""Sets: compiled policies as rows of the policy map.
+
+Rule 1: a set's number is never used again; its rows are written once and never changed.
+Rule 2: a set in preparation and a set in force get the rows of every new identity alike: both are judged by, now or soon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agent.core.identity import NoRoom
+from agent.core.policy import Block, CompiledPolicy, resolve
+from agent.core.rules import Peer
+from agent.core.selector_cache import SelectorCache
+from agent.core.tables import PolicyTable, RowReference
+from agent.core.types import IDENTITY_ANY, LabelSet, PolicyKey, PolicyValue
+
+
+class PolicySet:
+    """One compiled policy under one number, and the rows it has."""
+
+    __slots__ = ("compiled", "number", "rows_by_identity", "rows_count")
+
+    def __init__(self, number: int, compiled: CompiledPolicy) -> None:
+        self.number = number
+        self.compiled = compiled
+        self.rows_by_identity: dict[int, tuple[PolicyKey, ...]] = {}
+        self.rows_count = 0
+
+
+class PolicySets:
+    """All sets in force, in preparation, or about to go.
+
+    rows_max: of one set; table_rows_max: of the whole policy map.
+    """
+
+    def __init__(
+        self,
+        table: PolicyTable,
+        selector_cache: SelectorCache,
+        *,
+        rows_max: int,
+        table_rows_max: int,
+    ) -> None:
+        self.by_number: dict[int, PolicySet] = {}
+        self.rows_max = rows_max
+        self.table_rows_max = table_rows_max
+        self._table = table
+        self._selector_cache = selector_cache
+        self._labels_by_identity: dict[int, LabelSet] = {}
+        self._next = 1
+
+    def create(self, compiled: CompiledPolicy) -> PolicySet:
+        """A set in preparation: its rows for every identity there is are asked for. Raises NoRoom; it has to be retired then."""
+        policy_set = PolicySet(self._next, compiled)
+        self._next += 1
+        self.by_number[policy_set.number] = policy_set
+        self._fill(policy_set)
+        if policy_set.rows_count > self.rows_max:
+            raise NoRoom(f"the policy needs {policy_set.rows_count} rows, one set holds {self.rows_max}")
+        if len(self._table.desired) > self.table_rows_max:
+            raise NoRoom(f"the policies need {len(self._table.desired)} rows, the policy map holds {self.table_rows_max}")
+        return policy_set
+
+    def _fill(self, policy_set: PolicySet) -> None:
+        selected: set[int] = set()
+        for peer in policy_set.compiled.peers:
+            selected |= self._selector_cache.add_user(peer, policy_set.number)
+        self._want_rows(policy_set, IDENTITY_ANY, (None,))
+        for identity in sorted(selected):
+            self._want_rows(policy_set, identity, self._selector_cache.selectors_of(self._labels_by_identity[identity]))
+
+    def edit_in_place(self, number: int, compiled: CompiledPolicy) -> None:
+        """The mistake rule 1 forbids (known_bad.py)."""
+        self.retire(number)
+        self.by_number[number] = policy_set = PolicySet(number, compiled)
+        self._fill(policy_set)
+
+    @property
+    def last_number(self) -> int:
+        return self._next - 1
+
+    def rows(self, number: int) -> list[RowReference]:
+        """The rows of a set, to wait for."""
+        policy_set = self.by_number[number]
+        return [self._table.reference(key) for keys in policy_set.rows_by_identity.values() for key in keys]
+
+    def retire(self, number: int) -> None:
+        """No group points to the set any more: its rows go, its number stays used."""
+        policy_set = self.by_number.pop(number)
+        for keys in policy_set.rows_by_identity.values():
+            for key in keys:
+                self._table.drop(key)
+        for peer in policy_set.compiled.peers:
+            self._selector_cache.remove_user(peer, number)
+
+    def add_identity(self, identity: int, labels: LabelSet) -> None:
+        """A new identity: every set that selects it gets its rows."""
+        self._labels_by_identity[identity] = labels
+        selectors = self._selector_cache.add_identity(identity, labels)
+        for number in {number for selector in selectors for number in self._selector_cache.users_by_selector[selector]}:
+            self._want_rows(self.by_number[number], identity, selectors)
+
+    def remove_identity(self, identity: int) -> None:
+        """Nothing names or remembers the identity any more."""
+        self._selector_cache.remove_identity(identity)
+        del self._labels_by_identity[identity]
+        for policy_set in self.by_number.values():
+            keys = policy_set.rows_by_identity.pop(identity, ())
+            policy_set.rows_count -= len(keys)
+            for key in keys:
+                self._table.drop(key)
+
+    def _want_rows(self, policy_set: PolicySet, identity: int, peers: Iterable[Peer | None]) -> None:
+        values = policy_set.compiled.values_by_peer
+        rows: dict[Block, PolicyValue] = resolve(pair for peer in peers for pair in values.get(peer, ()))
+        keys = tuple(PolicyKey(policy_set.number, identity, *block) for block in rows)
+        policy_set.rows_by_identity[identity] = keys
+        policy_set.rows_count += len(keys)
+        for key, value in zip(keys, rows.values(), strict=True):
+            self._table.want(key, value)

@@ -1,0 +1,198 @@
+"""The values everything else is made of: addresses, prefixes, labels, rows.
+
+An address is its packed form, 4 or 16 bytes in network order: it is what the wire has and what the kernel wants, it hashes
+fast, and its length says the family. Text exists only at the edges. A v4-mapped IPv6 address is the IPv4 address.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import socket
+from typing import NamedTuple
+
+Address = bytes
+Label = str
+LabelSet = frozenset[Label]
+
+# Reserved identities (numbers as in Cilium, so that people who know one can read the other).
+IDENTITY_ANY = 0
+IDENTITY_HOST = 1
+IDENTITY_WORLD = 2
+IDENTITY_LOCAL_FIRST = 1 << 24
+
+LABEL_WORLD = "reserved:world"
+LABEL_HOST = "reserved:host"
+
+# Scopes of ipcache rows. An isolated endpoint's own scope is SCOPE_OWN_FIRST + its id.
+SCOPE_STATIC = 0
+SCOPE_SHARED = 1
+SCOPE_OWN_FIRST = 2
+
+PROTOCOL_ICMP = socket.IPPROTO_ICMP
+PROTOCOL_TCP = socket.IPPROTO_TCP
+PROTOCOL_UDP = socket.IPPROTO_UDP
+PROTOCOL_ICMPV6 = socket.IPPROTO_ICMPV6
+PROTOCOL_SCTP = 132
+PROTOCOLS_WITH_PORTS = (PROTOCOL_TCP, PROTOCOL_UDP, PROTOCOL_SCTP)
+PORT_DNS = 53
+
+PROTOCOL_NAMES = {
+    PROTOCOL_ICMP: "icmp",
+    PROTOCOL_TCP: "tcp",
+    PROTOCOL_UDP: "udp",
+    PROTOCOL_ICMPV6: "icmpv6",
+    PROTOCOL_SCTP: "sctp",
+}
+
+
+class Direction(enum.IntEnum):
+    """Seen from the endpoint. The numbers are those of bpf/abi.h."""
+
+    EGRESS = 0
+    INGRESS = 1
+
+
+class Verdict(enum.IntEnum):
+    """Ordered by strength: where several apply the largest one holds. The numbers are those of bpf/abi.h."""
+
+    ALLOW = 1
+    REDIRECT = 2
+    DENY = 3
+
+
+class Orientation(enum.IntEnum):
+    """Which hook of the interface sees what the endpoint sends. The numbers are those of bpf/abi.h."""
+
+    BEHIND = 0  # host side of a veth, a tap: the endpoint's packets arrive at ingress
+    UPLINK = 1  # the host's own interface: the endpoint's packets leave at egress
+
+
+_V4_MAPPED = bytes(10) + b"\xff\xff"
+
+
+def packed(text: str) -> Address:
+    """Text to address; raises ValueError."""
+    address = ipaddress.ip_address(text).packed
+    return address[12:] if len(address) == 16 and address.startswith(_V4_MAPPED) else address
+
+
+def text_of(address: Address) -> str:
+    """Address to its shortest text (RFC 5952)."""
+    return socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address)
+
+
+class Prefix(NamedTuple):
+    """A canonical network: host bits are zero.
+
+    address: 4 or 16 bytes; length: 0 to 32 or 128 bits.
+    """
+
+    address: Address
+    length: int
+
+    @classmethod
+    def of(cls, address: Address) -> Prefix:
+        """The /32 or /128 of one address."""
+        return cls(address, len(address) * 8)
+
+    @classmethod
+    def masked(cls, address: Address, length: int) -> Prefix:
+        """The prefix of this length that holds the address."""
+        bits = len(address) * 8
+        if not 0 <= length <= bits:
+            raise ValueError(f"a prefix of this family has 0 to {bits} bits, not {length}")
+        mask = ((1 << length) - 1) << (bits - length)
+        return cls((int.from_bytes(address, "big") & mask).to_bytes(bits // 8, "big"), length)
+
+    @classmethod
+    def parse(cls, text: str) -> Prefix:
+        """CIDR or bare address to prefix, host bits masked away; raises ValueError."""
+        network = ipaddress.ip_network(text, strict=False)
+        address, length = network.network_address.packed, network.prefixlen
+        if len(address) == 16 and length >= 96 and address.startswith(_V4_MAPPED):
+            address, length = address[12:], length - 96
+        return cls(address, length)
+
+    @property
+    def is_address(self) -> bool:
+        return self.length == len(self.address) * 8
+
+    def contains(self, other: Prefix) -> bool:
+        """Is every address of `other` one of mine? A prefix contains itself."""
+        if len(self.address) != len(other.address) or self.length > other.length:
+            return False
+        return Prefix.masked(other.address, self.length).address == self.address
+
+    def __str__(self) -> str:
+        return f"{text_of(self.address)}/{self.length}"
+
+
+class Table(enum.StrEnum):
+    """The kernel's tables that the core fills; each is one kernel map, `ipcache` is two (by family)."""
+
+    POLICY = "policy"
+    IPCACHE = "ipcache"
+    GROUPS = "groups"
+    ENDPOINTS = "endpoints"
+    OWN_ADDRESSES = "own_addresses"
+
+
+class IpcacheKey(NamedTuple):
+    scope: int
+    prefix: Prefix
+
+
+class PolicyKey(NamedTuple):
+    """One row of the policy map.
+
+    protocol 0 is every protocol (then port_bits is 0); port holds a block of ports of which the first `port_bits` (0 to 16)
+    bits count, the others are zero. For ICMP the port is the type.
+    """
+
+    set: int
+    identity: int
+    direction: Direction
+    protocol: int
+    port: int
+    port_bits: int
+
+
+class PolicyValue(NamedTuple):
+    verdict: Verdict
+    cookie: int  # number of the rule that decided, for counters and events; 0: no rule of a file
+
+
+class GroupValue(NamedTuple):
+    set: int
+    default_deny_egress: bool
+    default_deny_ingress: bool
+    audit: bool
+
+
+class EndpointValue(NamedTuple):
+    """Value of `endpoints`; its key is the interface's index."""
+
+    endpoint: int
+    group: int
+    scope: int
+    orientation: Orientation
+
+
+class OwnAddressKey(NamedTuple):
+    """An address the endpoint may send from; the value is True."""
+
+    endpoint: int
+    address: Address
+
+
+Key = IpcacheKey | PolicyKey | OwnAddressKey | int
+Value = int | PolicyValue | GroupValue | EndpointValue | bool
+
+
+class Write(NamedTuple):
+    """One change of a kernel row: a value to put, or None to delete."""
+
+    table: Table
+    key: Key
+    value: Value | None
