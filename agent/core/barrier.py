@@ -1,7 +1,7 @@
 """Waiting for rows.
 
-A barrier is the set of rows somebody waits for, each at the revision at which its present value was asked for. It is met when each
-of them is realized at that revision or later, and fails as soon as one of them cannot be.
+A barrier is the set of rows somebody waits for, each at the revision at which its present value was asked for. It is met when
+each of them is realized at that revision or later, and fails as soon as one of them cannot be.
 
 The race this prevents, as it stands in Cilium (two replies for one address, T0 to T6; scenario `second_reply_waits`):
 
@@ -56,8 +56,8 @@ class Barriers:
     def take(self, references: Iterable[RowReference], *, must_be_present: bool = False) -> Barrier:
         """Wait for these rows; met at once when the kernel has them already.
 
-        must_be_present: a row that is withdrawn while one waits for it fails the barrier (a reply needs the row; whoever removes
-        one needs only that the change was made).
+        must_be_present: a row that is withdrawn while one waits for it fails the barrier (a reply needs the row; whoever
+        removes one needs only that the change was made).
         """
         barrier = Barrier(must_be_present=must_be_present)
         for reference in references:
@@ -81,10 +81,11 @@ class Barriers:
                 self._one_less(barrier, table, key)
         self._keep(table, key, still)
 
-    def row_failed(self, table: Table, key: Key, errno: int) -> None:
-        """This row cannot be, as things stand; whoever waits for it is told."""
+    def row_failed(self, table: Table, key: Key, errno: int, *, because_of: tuple[Table, Key] | None = None) -> None:
+        """This row cannot be, as things stand; whoever waits for it is told. because_of: the row that failed, if another."""
+        failed, failed_key = because_of or (table, key)
         for barrier, _ in self._waiting.pop((table, key), []):
-            self._fail(barrier, f"{table} row {row_text(key)} cannot be written: {os.strerror(errno)}", errno)
+            self._fail(barrier, f"{failed} row {row_text(failed_key)} cannot be written: {os.strerror(errno)}", errno)
 
     def row_withdrawn(self, table: Table, key: Key) -> None:
         """Nobody wants this row any more."""

@@ -1,8 +1,8 @@
 """DNS cache: name <-> address with expiry, in each scope; the only source of (name, address).
 
-A lifetime is max(TTL, floor), capped, for each (name, address); any answer extends it, none shortens it, and different answers add
-up (DECISIONS 14). Its end is inclusive. Ends are found by a heap, not by looking at everything: an entry whose end moved is put
-back when its old end comes up.
+A lifetime is max(TTL, floor), capped, for each (name, address); any answer extends it, none shortens it, and different
+answers add up (DECISIONS 14). Its end is inclusive. Ends are found by a heap, not by looking at everything: an entry whose
+end moved is put back when its old end comes up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import NamedTuple
 from agent.core.types import Address
 
 
+# Entries of the heap that mean nothing any more are let be up to as many as there are pairs, and a few.
+HEAP_SLACK = 64
+
+
 class Pair(NamedTuple):
     scope: int
     name: str
@@ -21,10 +25,11 @@ class Pair(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-    """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address."""
+    """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address. looked_at: when, next."""
 
     lives_until: float
     kept_until: float
+    looked_at: float
 
 
 class DnsCache:
@@ -37,6 +42,7 @@ class DnsCache:
         self.names_by_address: dict[tuple[int, Address], set[str]] = {}
         self.scopes_by_name: dict[str, set[int]] = {}
         self._ends: list[tuple[float, Pair]] = []
+        self._count = 0
 
     def update(self, pair: Pair, ttl: int, now: float) -> bool:
         """Take in one record of an answer; says whether the pair is new. ttl in seconds, as it came."""
@@ -48,12 +54,25 @@ class DnsCache:
         before = addresses.get(pair.address)
         if before is not None:
             if ends > before.lives_until:
-                addresses[pair.address] = Lifetime(ends, max(ends, before.kept_until))
+                addresses[pair.address] = Lifetime(ends, max(ends, before.kept_until), before.looked_at)
             return False
-        addresses[pair.address] = Lifetime(ends, ends)
+        addresses[pair.address] = Lifetime(ends, ends, ends)
         self.names_by_address.setdefault((pair.scope, pair.address), set()).add(pair.name)
-        heapq.heappush(self._ends, (ends, pair))
+        self._count += 1
+        self._look_again(pair, ends)
         return True
+
+    def _look_again(self, pair: Pair, at: float) -> None:
+        heapq.heappush(self._ends, (at, pair))
+        if len(self._ends) > 2 * self._count + HEAP_SLACK:
+            # Most are entries of pairs that went before their end: they would stay till then, however many they get.
+            self._ends = [
+                (lifetime.looked_at, Pair(scope, name, address))
+                for (scope, name), addresses in self.lifetimes.items()
+                for address, lifetime in addresses.items()
+                if lifetime.looked_at < float("inf")
+            ]
+            heapq.heapify(self._ends)
 
     def addresses(self, scope: int, name: str) -> dict[Address, Lifetime]:
         return self.lifetimes.get((scope, name), {})
@@ -67,27 +86,32 @@ class DnsCache:
         """Pairs whose end has passed. Each must be removed or kept by the caller: it is not found again otherwise."""
         due: list[Pair] = []
         while self._ends and self._ends[0][0] < now:
-            _, pair = heapq.heappop(self._ends)
-            lifetime = self.lifetimes.get((pair.scope, pair.name), {}).get(pair.address)
-            if lifetime is None:
+            at, pair = heapq.heappop(self._ends)
+            addresses = self.lifetimes.get((pair.scope, pair.name), {})
+            lifetime = addresses.get(pair.address)
+            if lifetime is None or lifetime.looked_at != at:
                 continue
-            if lifetime.kept_until < now:
+            is_due = lifetime.kept_until < now
+            looked_at = float("inf") if is_due else lifetime.kept_until
+            addresses[pair.address] = lifetime._replace(looked_at=looked_at)
+            if is_due:
                 due.append(pair)
             else:
-                heapq.heappush(self._ends, (lifetime.kept_until, pair))
+                self._look_again(pair, looked_at)
         return due
 
     def keep(self, pair: Pair, until: float) -> None:
         """A flow uses the address: look again at this time."""
         lifetime = self.lifetimes[pair.scope, pair.name][pair.address]
-        self.lifetimes[pair.scope, pair.name][pair.address] = Lifetime(lifetime.lives_until, until)
-        heapq.heappush(self._ends, (until, pair))
+        self.lifetimes[pair.scope, pair.name][pair.address] = Lifetime(lifetime.lives_until, until, until)
+        self._look_again(pair, until)
 
     def remove(self, pair: Pair) -> bool:
         """Forget the pair; says whether it was there."""
         addresses = self.lifetimes.get((pair.scope, pair.name))
         if addresses is None or addresses.pop(pair.address, None) is None:
             return False
+        self._count -= 1
         if not addresses:
             del self.lifetimes[pair.scope, pair.name]
             scopes = self.scopes_by_name[pair.name]

@@ -143,7 +143,8 @@ class SendReply(NamedTuple):
 class AskUpstream(NamedTuple):
     """Send the question to this server; asking again with the same transaction replaces the try before.
 
-    question: wire form of the question section (name in the client's case, type, class); the shell compares it with the reply's.
+    question: wire form of the question section (name in the client's case, type, class); the shell compares it with the
+    reply's.
     """
 
     transaction: int

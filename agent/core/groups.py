@@ -6,8 +6,8 @@
              wait: realized; from here the questions are judged by the new policies too
     later    a second after, when no program run can still hold an old set's number: old sets, selectors and prefixes go
 
-Only the flip changes a verdict: before it no set in force names the new labels, after it none names the old ones. In-place edits are
-not safe in any order of tables (docs/ARCHITECTURE.md, I5 and I6).
+Only the flip changes a verdict: before it no set in force names the new labels, after it none names the old ones. In-place
+edits are not safe in any order of tables (docs/ARCHITECTURE.md, I5 and I6).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step brought about: endpoints judged anew, endpoints ready to be attached, tickets settled with an error or None."""
+    """What a step brought about: endpoints judged anew, endpoints ready to be attached, tickets settled (error or None)."""
 
     judged_anew: frozenset[int] = frozenset()
     to_attach: tuple[Endpoint, ...] = ()

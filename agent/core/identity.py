@@ -43,11 +43,15 @@ class IdentityAllocator:
         self._known_bad = known_bad
         self._reusable: list[int] = []
 
-    def acquire(self, labels: LabelSet) -> int:
-        """The identity of this label set, one reference more; raises NoRoom."""
+    def acquire(self, labels: LabelSet, *, beyond_bound: bool = False) -> int:
+        """The identity of this label set, one reference more; raises NoRoom.
+
+        beyond_bound: for what is left when something is taken away. Refusing that would leave open what nobody allows any more,
+        or shut what is still allowed; and it adds at most one identity for each row there is.
+        """
         identity = self._identity_by_labels.get(labels)
         if identity is None:
-            if len(self._identity_by_labels) >= self.identities_max:
+            if len(self._identity_by_labels) >= self.identities_max and not beyond_bound:
                 raise NoRoom(f"all {self.identities_max} identities are in use (limits.identities)")
             identity = self._number()
             self._identity_by_labels[labels] = identity

@@ -1,8 +1,8 @@
 """ipcache: from metadata to rows.
 
-An upsert or a removal acts on the metadata, finds the identity of the label set that results, and asks for the row; what it gives
-back can be waited for (`Barriers.take`). Identities that are new are told to whoever computes policy rows before the row is asked
-for, so that the reconciler sees them missing and waits for them (I2).
+An upsert or a removal acts on the metadata, finds the identity of the label set that results, and asks for the row; what it
+gives back can be waited for (`Barriers.take`). Identities that are new are told to whoever computes policy rows before the
+row is asked for, so that the reconciler sees them missing and waits for them (I2).
 """
 
 from __future__ import annotations
@@ -30,33 +30,25 @@ class Ipcache:
         self._identity_added = identity_added
         self._identity_by_key: dict[IpcacheKey, int] = {}
 
-    def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet) -> RowReference:
-        """Attach labels to a prefix; raises NoRoom, and then nothing has changed."""
+    def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet, *, beyond_bound: bool = False) -> RowReference:
+        """Attach labels to a prefix; raises NoRoom, and then nothing has changed. beyond_bound: as in `IdentityAllocator.acquire`."""
         before = self.metadata.labels_by_resource.get(key, {}).get(resource)
         if self.metadata.upsert(key, resource, labels):
             try:
-                self._resolve(key)
+                self._resolve(key, beyond_bound=beyond_bound)
             except NoRoom:
                 if before is None:
                     self.metadata.remove(key, resource)
                 else:
                     self.metadata.upsert(key, resource, before)
+                self._resolve(key, beyond_bound=True)
                 raise
-            if key.scope == SCOPE_STATIC:
-                self._resolve_learned_inside(key.prefix)
         return self._table.reference(key)
 
     def remove(self, key: IpcacheKey, resource: str) -> RowReference:
         """Take back what this resource attached to the prefix."""
         if self.metadata.remove(key, resource):
-            try:
-                self._resolve(key)
-            except NoRoom:
-                # What is left needs an identity that there is no room for: the address closes.
-                self._identities.release(self._identity_by_key.pop(key))
-                self._table.drop(key)
-            if key.scope == SCOPE_STATIC:
-                self._resolve_learned_inside(key.prefix)
+            self._resolve(key, beyond_bound=True)
         return self._table.reference(key)
 
     def reference(self, key: Key) -> RowReference:
@@ -76,31 +68,31 @@ class Ipcache:
         for address in before - after:
             self.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), RESOURCE_HOST)
 
-    def _resolve(self, key: IpcacheKey) -> None:
+    def _resolve(self, key: IpcacheKey, *, beyond_bound: bool) -> None:
+        """The row follows its labels; of a static prefix, so do the addresses inside, which carry the closest one's label."""
+        self._resolve_row(key, beyond_bound)
+        if key.scope == SCOPE_STATIC:
+            for other in list(self.metadata.labels_by_resource):
+                if other != key and other.prefix.is_address and key.prefix.contains(other.prefix):
+                    self._resolve_row(other, beyond_bound)
+
+    def _resolve_row(self, key: IpcacheKey, beyond_bound: bool) -> None:
         labels = self.metadata.label_set(key)
         before = self._identity_by_key.get(key)
         if labels is None:
             self._identity_by_key.pop(key, None)
             self._table.drop(key)
         else:
-            identity = self.identity_of(labels)
+            identity = self.identity_of(labels, beyond_bound=beyond_bound)
             self._identity_by_key[key] = identity
             self._table.want(key, identity)
         if before is not None:
             self._identities.release(before)
 
-    def identity_of(self, labels: LabelSet) -> int:
+    def identity_of(self, labels: LabelSet, *, beyond_bound: bool = False) -> int:
         """The identity of a label set, one reference more; its policy rows are asked for if it is new. Raises NoRoom."""
-        identity = self._identities.acquire(labels)
+        identity = self._identities.acquire(labels, beyond_bound=beyond_bound)
         while self._identities.new:
             new = self._identities.new.pop()
             self._identity_added(new, self._identities.labels_by_identity[new])
         return identity
-
-    def _resolve_learned_inside(self, prefix: Prefix) -> None:
-        """Learned rows carry the closest named prefix: they change with it. (So do addresses of the host and of endpoints.)"""
-        for key in list(self.metadata.labels_by_resource):
-            if key.prefix != prefix or key.scope != SCOPE_STATIC:
-                inside = key.prefix.is_address and prefix.contains(key.prefix)
-                if inside and self.metadata.label_set(key) is not None:
-                    self._resolve(key)

@@ -1,7 +1,8 @@
 """ipcache metadata: who attached which labels to a prefix.
 
-prefix -> resource -> labels, merged by union, so that two owners of one prefix never fight: each takes back only its own. The key
-is (scope, prefix). Resources of scope 0 are `policy` (a named prefix), `host` and `endpoint:N`; of learned scopes, the names.
+prefix -> resource -> labels, merged by union, so that two owners of one prefix never fight: each takes back only its own. The
+key is (scope, prefix). Resources of scope 0 are `policy` (a named prefix), `host` and `endpoint:N`; of learned scopes, the
+names.
 """
 
 from __future__ import annotations

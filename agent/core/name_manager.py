@@ -46,7 +46,7 @@ class NameManager:
     # --- selectors ---------------------------------------------------------------------------------------------------
 
     def register(self, peer: Fqdn) -> list[RowReference]:
-        """One user more; gives back the rows of the addresses the selector holds already. Raises NoRoom, nothing changed then."""
+        """One user more; gives back the rows of what the selector holds already. Raises NoRoom, and then nothing changed."""
         selector = self.selectors.get(peer)
         if selector is None:
             selector = FqdnSelector(peer)
@@ -74,7 +74,7 @@ class NameManager:
     def _end(self, selector: FqdnSelector) -> None:
         del self.selectors[selector.peer]
         self._index.remove(selector.peer.pattern, selector.peer)
-        self._match_known_names()
+        self._match_known_names(beyond_bound=True)
         assert selector.identity is not None
         self._identities.release(selector.identity)
 
@@ -85,14 +85,14 @@ class NameManager:
             for label in bag
         ]
 
-    def _match_known_names(self) -> None:
+    def _match_known_names(self, *, beyond_bound: bool = False) -> None:
         """The selectors changed: every known name is matched again."""
         for name in list(self.cache.scopes_by_name):
             before, after = self._selectors_by_name.get(name, ()), self._match(name)
             if before != after:
                 self._selectors_by_name[name] = after
                 for pair in self.cache.pairs_of(name):
-                    self._relabel(pair, before, after)
+                    self._relabel(pair, before, after, beyond_bound=beyond_bound)
 
     def _match(self, name: str) -> tuple[FqdnSelector, ...]:
         matching = [self.selectors[peer] for peer in self._index.matching(name)]
@@ -140,10 +140,13 @@ class NameManager:
         address = min(addresses, key=lambda a: (a in keep, addresses[a].lives_until, a))
         self.forget(Pair(scope, name, address))
 
-    def _relabel(self, pair: Pair, before: tuple[FqdnSelector, ...], after: tuple[FqdnSelector, ...]) -> None:
+    def _relabel(
+        self, pair: Pair, before: tuple[FqdnSelector, ...], after: tuple[FqdnSelector, ...], *, beyond_bound: bool = False
+    ) -> None:
         key = IpcacheKey(pair.scope, Prefix.of(pair.address))
         if after:
-            self._ipcache.upsert(key, pair.name, frozenset(selector.label for selector in after))
+            labels = frozenset(selector.label for selector in after)
+            self._ipcache.upsert(key, pair.name, labels, beyond_bound=beyond_bound)
         elif before:
             self._ipcache.remove(key, pair.name)
         label = address_label(pair.address)
@@ -153,6 +156,10 @@ class NameManager:
         for selector in after:
             if selector not in before:
                 selector.add_labels(pair.scope, (label,), pair.name)
+
+    def holds(self, pairs: Iterable[Pair]) -> bool:
+        """Is each of these addresses still one of its name's?"""
+        return all(pair.address in self.cache.addresses(pair.scope, pair.name) for pair in pairs)
 
     def take_back(self, added: Iterable[Pair]) -> None:
         """An answer that cannot be released leaves nothing behind."""

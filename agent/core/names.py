@@ -35,6 +35,7 @@ NAME_OCTETS_MAX = 255
 # Possessive: a character is never given back, so both are linear by construction.
 _USUAL_LABELS = re.compile(r"(?:[-a-z0-9_]++\.)++")
 _PATTERN_LABEL = re.compile(r"[-a-z0-9_*]++")
+_SURELY_NO_ADDRESS = re.compile(r"[-A-Za-z0-9_.*]{0,253}[-A-Za-z_*]\.?")
 _FOUR_NUMBERS = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+")
 _STARS = re.compile(r"\*++")
 
@@ -64,6 +65,8 @@ def normalise_name(text: str) -> str:
 
 def normalise_pattern(text: str) -> str:
     """What a person wrote for a pattern, as Rule 2 spells it; raises `NameSyntaxError`."""
+    if text == ROOT:
+        return ROOT
     pattern = _normalise(text)
     if _STARS.fullmatch(pattern.removesuffix(".")):
         return EVERY_NAME
@@ -79,7 +82,8 @@ def _is_deep(label: str) -> bool:
 def _normalise(text: str) -> str:
     if not text:
         raise NameSyntaxError("the name is empty; write a name such as api.example.com")
-    _refuse_what_is_no_name(text)
+    if not _SURELY_NO_ADDRESS.fullmatch(text):
+        _refuse_what_is_no_name(text)
     ascii_text = text.lower().removesuffix(".")
     if not text.isascii():
         ascii_text = _to_a_labels(text).removesuffix(".")
@@ -271,7 +275,7 @@ class PatternIndex(Generic[T]):
         elif "*" not in pattern:
             if pattern not in self._exact:
                 self._exact[pattern] = {}
-                self._count_ancestors(_parent(pattern), 1)
+                self._count_ancestors(pattern, 1)
             self._exact[pattern][value] = None
         else:
             compiled = NamePattern(pattern)
@@ -279,7 +283,7 @@ class PatternIndex(Generic[T]):
             if pattern not in bucket:
                 bucket[pattern] = compiled, {}
                 self._count_lengths(compiled, 1)
-                self._count_ancestors(compiled.suffix or ROOT, 1)
+                self._count_ancestors("*." + compiled.suffix, 1)
             bucket[pattern][1][value] = None
 
     def remove(self, pattern: str, value: T) -> None:
@@ -291,7 +295,7 @@ class PatternIndex(Generic[T]):
             del values[value]
             if not values:
                 del self._exact[pattern]
-                self._count_ancestors(_parent(pattern), -1)
+                self._count_ancestors(pattern, -1)
         else:
             compiled = NamePattern(pattern)
             key = (compiled.suffix, *compiled.first_wild)
@@ -301,7 +305,7 @@ class PatternIndex(Generic[T]):
             if not values:
                 del bucket[pattern]
                 self._count_lengths(compiled, -1)
-                self._count_ancestors(compiled.suffix or ROOT, -1)
+                self._count_ancestors("*." + compiled.suffix, -1)
             if not bucket:
                 del self._wild[key]
 
@@ -344,9 +348,9 @@ class PatternIndex(Generic[T]):
             del self._lengths_by_suffix[pattern.suffix]
 
     def _count_ancestors(self, name: str, by: int) -> None:
-        _count(self._ancestors, name, by)
+        """Of a name without escapes; the root has none."""
         while name != ROOT:
-            name = _parent(name)
+            name = name[name.index(".") + 1 :] or ROOT
             _count(self._ancestors, name, by)
 
 
@@ -359,8 +363,3 @@ def _count(counts: dict[K, int], key: K, by: int) -> None:
         counts[key] = count
     else:
         del counts[key]
-
-
-def _parent(name: str) -> str:
-    """Of a name without escapes; the root is its own."""
-    return name[name.index(".") + 1 :] or ROOT

@@ -1,11 +1,12 @@
 """Rules to rows: what one endpoint's policies mean, compiled.
 
-The verdict rows of (set, identity) are a pure function of the compiled rules and the identity's label set. The datapath looks up two
-rows, the identity's and the one for any identity, each by longest match, and the stronger verdict holds: deny, redirect, allow.
+The verdict rows of (set, identity) are a pure function of the compiled rules and the identity's label set. The datapath looks
+up two rows, the identity's and the one for any identity, each by longest match, and the stronger verdict holds: deny,
+redirect, allow.
 
-A longest match must never hide a denial. The blocks a row can name (every protocol; one protocol; a block of its ports) are nested or
-disjoint, so each row is given the strongest verdict of all rules whose block holds it; then the longest row that matches a packet
-carries the strongest verdict of all rules that match the packet.
+A longest match must never hide a denial. The blocks a row can name (every protocol; one protocol; a block of its ports) are
+nested or disjoint, so each row is given the strongest verdict of all rules whose block holds it; then the longest row that
+matches a packet carries the strongest verdict of all rules that match the packet.
 """
 
 from __future__ import annotations
@@ -167,12 +168,13 @@ def compile_policies(
 ) -> CompiledPolicy:
     """Compile the policies that select one endpoint.
 
-    endpoint_labels: of every endpoint of this agent; a DNS rule whose `toEndpoints` selects none of them means the agent's upstreams.
+    endpoint_labels: of every endpoint of this agent; a DNS rule whose `toEndpoints` selects none of them means the agent's
+    upstreams.
     """
     everybody = list(endpoint_labels)
     values: dict[Peer | None, list[tuple[Block, PolicyValue]]] = {}
     dns: list[DnsRule] = []
-    speaks_of_dns = any(_speaks_of_dns(rule) for policy in policies for rule in policy.rules)
+    is_dns_ruled = any(speaks_of_dns(rule) for policy in policies for rule in policy.rules)
     for policy in policies:
         for written in policy.rules:
             rule, cookie = _with_excepts(written, policy), cookies.of(written)
@@ -181,7 +183,7 @@ def compile_policies(
                     key = None if peer is Entity.ALL else peer
                     values.setdefault(key, []).append((block, PolicyValue(verdict, cookie)))
             dns += _dns_rules(rule, policy, cookie, everybody)
-        if not speaks_of_dns:
+        if not is_dns_ruled:
             dns += _implied_dns(policy, cookies)
     closes = any(policy.default_deny_egress for policy in policies)
     if closes or any(rule.direction is Direction.EGRESS for policy in policies for rule in policy.rules):
@@ -233,7 +235,7 @@ def _named_dns_ports(rule: Rule) -> tuple[Ports, ...]:
     )
 
 
-def _speaks_of_dns(rule: Rule) -> bool:
+def speaks_of_dns(rule: Rule) -> bool:
     if rule.direction is not Direction.EGRESS or rule.deny:
         return False
     return rule.names is not None or bool(_named_dns_ports(rule))

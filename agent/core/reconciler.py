@@ -1,8 +1,9 @@
 """What is to be written next, and what the kernel's answers mean.
 
-The order (I2): policy rows of an identity first, in every set in force or in preparation, then the ipcache row that names it. On
-the way back it is the owners' order: an identity's policy rows are dropped only when no ipcache row names it any more, a set's only
-when no group points to it. Everything else that has to come after something (a flip, an attachment) waits by a barrier.
+The order (I2): policy rows of an identity first, in every set in force or in preparation, then the ipcache row that names it.
+On the way back it is the owners' order: an identity's policy rows are dropped only when no ipcache row names it any more, a
+set's only when no group points to it. An endpoint's row waits for its group's. Everything else that has to come after
+something (a flip, an attachment) waits by a barrier.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Iterable
 from agent.core.barrier import Barriers
 from agent.core.known_bad import KnownBad
 from agent.core.tables import NO_ROOM, IpcacheTable, KernelTable, PolicyTable, Revisions
-from agent.core.types import Key, Table, Value, Write
+from agent.core.types import EndpointValue, Key, PolicyKey, Table, Value, Write
 
+# A row that fails for so long is called impossible to whoever waits for it; it stays wanted, and is tried on.
+HOPELESS_AFTER_S = 2.0
 # About 2 ms of map writes (4 us each): between two batches the shell looks at its sockets.
 BATCH_ROWS_MAX = 512
 
@@ -31,6 +34,7 @@ class Reconciler:
         }
         self.barriers = Barriers(self.tables)
         self._known_bad = known_bad
+        self._conditions = {Table.IPCACHE: self._may_be_named, Table.ENDPOINTS: self._may_be_joined}
 
     def batch(self, now: float) -> tuple[Write, ...]:
         """The next writes, in the order in which they have to be made; empty when nothing can be done now."""
@@ -40,7 +44,7 @@ class Reconciler:
             tables.reverse()
         for puts in (True, False):
             for table in tables:
-                allowed = self._may_be_named if table is self.ipcache and puts else None
+                allowed = self._conditions.get(table.name) if puts else None
                 if table.pending and len(writes) < BATCH_ROWS_MAX:
                     writes += table.due(now, BATCH_ROWS_MAX - len(writes), puts=puts, allowed=allowed)
         return tuple(writes)
@@ -49,14 +53,30 @@ class Reconciler:
         assert isinstance(value, int)
         return self.policy.has_all_rows_of(value) or KnownBad.WRITE_ORDER_REVERSED in self._known_bad
 
+    def _may_be_joined(self, key: Key, value: Value) -> bool:
+        """An endpoint moves to a group only when the group points to the set it is meant to: the old one was never for it."""
+        assert isinstance(value, EndpointValue)
+        wanted, there = self.groups.desired.get(value.group), self.groups.realized.get(value.group)
+        return wanted is not None and there is not None and wanted.value == there.value
+
     def written(self, results: Iterable[tuple[Write, int]], now: float) -> None:
         """Take in the kernel's answers; barriers that are over by them are in `barriers.over`."""
         for write, error in results:
             table = self.tables[write.table]
             table.written(write, error, now)
-            if error in NO_ROOM and write.key in table.failures:
-                self.barriers.row_failed(write.table, write.key, error)
+            failure = table.failures.get(write.key)
+            if error and failure is not None and (error in NO_ROOM or now - failure.since >= HOPELESS_AFTER_S):
+                self._tell_who_waits(write, error)
         self.settle()
+
+    def _tell_who_waits(self, write: Write, error: int) -> None:
+        self.barriers.row_failed(write.table, write.key, error)
+        if isinstance(write.key, PolicyKey):
+            # Rows that name the identity wait for this one (I2), and so whoever waits for them waits in vain.
+            for key in self.ipcache.pending:
+                row = self.ipcache.desired.get(key)
+                if row is not None and row.value == write.key.identity:
+                    self.barriers.row_failed(Table.IPCACHE, key, error, because_of=(write.table, write.key))
 
     def settle(self) -> None:
         """Tell the barriers what was acknowledged, was there already, or is wanted no longer."""

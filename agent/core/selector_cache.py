@@ -1,7 +1,7 @@
 """Selector cache: selector -> identities, with incremental updates to its users (the sets).
 
-What a new identity costs must not grow with the number of selectors: FQDN selectors are found by the label they give, CIDR selectors by
-the identity's one `cidr:` label (remembered for each label); the few others are asked one by one.
+What a new identity costs must not grow with the number of selectors: FQDN selectors are found by the label they give, CIDR
+selectors by the identity's one `cidr:` label (remembered for each label); the few others are asked one by one.
 """
 
 from __future__ import annotations

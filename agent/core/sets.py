@@ -51,7 +51,7 @@ class PolicySets:
         self._next = 1
 
     def create(self, compiled: CompiledPolicy) -> PolicySet:
-        """A set in preparation: its rows for every identity there is are asked for. Raises NoRoom; it has to be retired then."""
+        """A set in preparation: its rows for every identity are asked for. Raises NoRoom; it has to be retired then."""
         policy_set = PolicySet(self._next, compiled)
         self._next += 1
         self.by_number[policy_set.number] = policy_set

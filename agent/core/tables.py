@@ -148,6 +148,8 @@ class KernelTable:
         """Take in what the kernel said."""
         assert write.key in self.in_flight, f"{self.name}: an answer to a write that was not made: {write.key}"
         row, revision = self.in_flight.pop(write.key)
+        if row is None and error == errno.ENOENT:
+            error = 0  # its absence is what was asked for
         before = self.realized.get(write.key)
         desired = self.desired.get(write.key)
         if error == 0:
@@ -161,6 +163,9 @@ class KernelTable:
         elif error == 0 and (desired.value if desired is not None else None) == write.value:
             if desired is not None:
                 self.realized[write.key] = desired
+            self._settle(write.key, self.pending[write.key])
+        elif error != 0 and desired is None and before is None:
+            # What could not be written is wanted no longer: the kernel never had it.
             self._settle(write.key, self.pending[write.key])
         else:
             # Something else is wanted by now: that is a new difference.

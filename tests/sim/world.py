@@ -157,7 +157,10 @@ class Answered:
 
 @dataclass(slots=True)
 class World:
-    """An engine and all that is around it. `auto`: writes are performed as soon as they are asked for."""
+    """An engine and all that is around it.
+
+    auto: writes are performed, and flows looked at, as soon as they are asked for; else when the test says so.
+    """
 
     settings: Settings = field(default_factory=lambda: Settings(upstreams=(UPSTREAM,)))
     known_bad: frozenset[KnownBad] = frozenset()
@@ -165,6 +168,7 @@ class World:
     now: float = 1_000.0
     kernel: FakeKernel = field(default_factory=FakeKernel)
     waiting_writes: deque[tuple[Write, ...]] = field(default_factory=deque)
+    waiting_looks: deque[Event] = field(default_factory=deque)  # what the flow table said, not heard yet
     asked: dict[int, AskUpstream] = field(default_factory=dict)
     answers: list[Answered] = field(default_factory=list)
     settled: dict[object, str | None] = field(default_factory=dict)
@@ -199,9 +203,9 @@ class World:
                         self.asked[effect.transaction] = effect
                     case ReadLastSeen():
                         seen = self.last_seen.get((effect.scope, effect.address))
-                        self.engine.handle(LastSeen(effect.scope, effect.address, seen), self.now)
+                        self._looked(LastSeen(effect.scope, effect.address, seen))
                     case PassOverFlows():
-                        self.engine.handle(FlowsSeen(effect.pass_number, frozenset(self.remembered)), self.now)
+                        self._looked(FlowsSeen(effect.pass_number, frozenset(self.remembered)))
                     case Settled():
                         self.settled[effect.ticket] = effect.error
                     case Attach():
@@ -213,15 +217,26 @@ class World:
                     case _:
                         self.asked.pop(effect.transaction, None)
 
+    def _looked(self, event: Event) -> None:
+        if self.auto:
+            self.engine.handle(event, self.now)
+        else:
+            self.waiting_looks.append(event)
+
+    def take_write(self) -> Write | None:
+        """The oldest write that waits; whoever takes it performs it and reports it."""
+        if not self.waiting_writes:
+            return None
+        first, *rest = self.waiting_writes.popleft()
+        if rest:
+            self.waiting_writes.appendleft(tuple(rest))
+        return first
+
     def write_one(self) -> None:
         """The kernel performs the oldest write that waits, and says so."""
-        if not self.waiting_writes:
-            return
-        writes = self.waiting_writes.popleft()
-        if writes[1:]:
-            self.waiting_writes.appendleft(writes[1:])
-        result = self.kernel.apply(writes[0])
-        self.engine.handle(RowsWritten(((writes[0], result),)), self.now)
+        write = self.take_write()
+        if write is not None:
+            self.handle(RowsWritten(((write, self.kernel.apply(write)),)))
 
     def write_all(self) -> None:
         while self.waiting_writes:

@@ -1,0 +1,124 @@
+"""The verbs that change something: the agent itself, its policies, and what it leaves in the kernel."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from agent.cli.environment import Sentence, Session, with_examples
+
+if TYPE_CHECKING:
+    from agent.config import Config
+
+_file = click.Path(path_type=Path)
+
+
+@click.command(
+    short_help="Run the agent in the foreground.",
+    epilog=with_examples("sudo namegate agent -c /etc/namegate.yaml", "sudo namegate agent -c lab.yaml --debug"),
+)
+@click.option("-c", "--config", "path", type=_file, required=True, metavar="FILE", help="The configuration.")
+@click.option("--debug", is_flag=True, help="Log every step, and show tracebacks.")
+@click.pass_context
+def agent(context: click.Context, path: Path, debug: bool) -> None:
+    """Run the agent in the foreground until SIGTERM or Ctrl-C. Stopped, it leaves the kernel enforcing."""
+    session: Session = context.obj
+    session.debug = session.debug or debug
+    session.require_root("agent", "it loads BPF programs and makes a network device")
+    config = _config(path)
+    for warning in config.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    import logging
+
+    level = logging.DEBUG if session.debug else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    # Until the agent's loop takes the signals over, both end the start in the same orderly way.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        context.exit(session.environment.run(config))
+    except KeyboardInterrupt:
+        context.exit(0)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _config(path: Path) -> Config:
+    from agent.config import ConfigError, load
+
+    try:
+        return load(path)
+    except ConfigError as error:
+        raise Sentence(str(error)) from None
+
+
+@click.command(
+    short_help="Put policies in force.",
+    epilog=with_examples(
+        "sudo namegate apply", "sudo namegate apply --wait --timeout 10s", "sudo namegate apply policies/*.yaml --wait"
+    ),
+)
+@click.argument("files", nargs=-1, type=_file, metavar="[FILE]...")
+@click.option("--wait", is_flag=True, help="Return when every endpoint is judged by the new policies.")
+@click.option("--timeout", default="30s", show_default=True, metavar="DURATION", help="How long --wait waits.")
+@click.pass_obj
+def apply(session: Session, files: tuple[Path, ...], wait: bool, timeout: str) -> None:
+    """Put policies in force: these files (or directories), or else those of the configuration, read again.
+
+    They are taken whole or not at all: exit code 1 says that they were refused, and the policies in force stay.
+    """
+    session.require_root("apply", "it asks the agent through a socket for root")
+    from agent.config import seconds_of
+
+    seconds = seconds_of(timeout)
+    if seconds is None:
+        raise Sentence(f"--timeout: `{timeout}` is not a duration: write 500ms, 10s or 2m")
+    answer = session.ask(
+        "apply",
+        patience=seconds + 10,  # the agent's own sentence is the better one
+        files=[str(file.absolute()) for file in files] or None,
+        wait=wait,
+        timeout=seconds,
+    )
+    if not isinstance(answer, dict):
+        raise Sentence("the agent's answer to `apply` is not understood: is it of another release?")
+    policies = answer.get("policies")
+    noun = "policy" if policies == 1 else "policies"
+    if not answer.get("changed"):
+        click.echo(f"{policies} {noun}, nothing changed")
+    else:
+        click.echo(f"{policies} {noun} {'in force' if wait else 'taken; `--wait` says when they are in force'}")
+
+
+@click.command(
+    short_help="Remove what a stopped agent left in the kernel.",
+    epilog=with_examples("sudo namegate cleanup", "sudo namegate cleanup -c /etc/namegate.yaml"),
+)
+@click.option("-c", "--config", "path", type=_file, metavar="FILE", help="The agent's configuration; else its defaults.")
+@click.pass_obj
+def cleanup(session: Session, path: Path | None) -> None:
+    """Take everything out of the kernel that a stopped agent left: programs, tables, device and rules.
+
+    From then on nothing is enforced. A running agent is not disturbed: stop it first.
+    """
+    session.require_root("cleanup", "it removes BPF programs and a network device")
+    from agent.config import Config
+    from agent.control.lock import AgentLock
+
+    config = Config() if path is None else _config(path)
+    lock = AgentLock(config.control.socket)
+    lock.acquire()
+    try:
+        interfaces = session.environment.clean(config)
+        config.control.socket.unlink(missing_ok=True)
+    finally:
+        lock.release()
+    for interface in interfaces:
+        click.echo(f"{interface} is no longer policed")
+    if not interfaces:
+        click.echo("no interface was policed")

@@ -1,0 +1,99 @@
+"""What the commands need from outside, in one object, so that a test hands them another world and starts no process.
+
+Errors of the command line are one sentence on standard error. Exit codes: 0 good; 1 the answer is no; 2 used wrongly, or the
+environment lacks something.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+import click
+
+if TYPE_CHECKING:
+    from agent.config import Config
+
+DEFAULT_CONTROL = Path("/run/namegate/control.sock")
+
+
+class Asks(Protocol):
+    def ask(self, command: str, /, **arguments: object) -> object: ...
+
+
+def _connect(path: Path, patience: float) -> Asks:
+    from agent.control.client import Control
+
+    return Control(path, patience)
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def _run(config: Config) -> int:
+    from agent.shell import run
+
+    return run(config)
+
+
+def _clean(config: Config) -> list[str]:
+    from agent.datapath.datapath import Settings, cleanup
+    from agent.datapath.errors import DatapathError
+
+    try:
+        return cleanup(Settings(**asdict(config.datapath)))
+    except DatapathError as error:
+        raise Sentence(error.sentence) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """connect: socket path and patience in seconds to something that can be asked. run: the daemon, until it ends, to its exit
+    code. clean: take everything out of the kernel that an agent with this configuration leaves there, and name the interfaces
+    that were policed.
+    """
+
+    connect: Callable[[Path, float], Asks] = _connect
+    is_root: Callable[[], bool] = _is_root
+    run: Callable[[Config], int] = _run
+    clean: Callable[[Config], list[str]] = _clean
+
+
+@dataclass(slots=True)
+class Session:
+    """One call of the command line: its environment and the options that stand before the command."""
+
+    environment: Environment
+    control: Path = DEFAULT_CONTROL
+    debug: bool = False
+
+    def ask(self, command: str, /, *, patience: float = 10.0, **arguments: object) -> object:
+        return self.environment.connect(self.control, patience).ask(command, **arguments)
+
+    def require_root(self, command: str, why: str) -> None:
+        if not self.environment.is_root():
+            raise Sentence(f"namegate {command} needs root: {why}; run it with sudo")
+
+
+class Sentence(click.ClickException):
+    """The end of a command that did not work: what is wrong and what to do, and no traceback."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file=file, err=file is None)
+
+
+class Refusal(Sentence):
+    """The command was understood, and the answer is no."""
+
+    exit_code = 1
+
+
+def with_examples(*examples: str) -> str:
+    """An epilog that click does not fill into a paragraph."""
+    return "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)

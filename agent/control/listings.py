@@ -1,0 +1,202 @@
+"""What the nouns show: the engine's state as lists of flat dictionaries. Reads, never changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from agent.core.barrier import row_text
+from agent.core.engine import Engine
+from agent.core.groups import Endpoint
+from agent.core.rules import Cidr, Entity, Fqdn, Peer
+from agent.core.types import (
+    IDENTITY_ANY,
+    PROTOCOL_NAMES,
+    SCOPE_OWN_FIRST,
+    SCOPE_SHARED,
+    SCOPE_STATIC,
+    Address,
+    IpcacheKey,
+    PolicyKey,
+    PolicyValue,
+    text_of,
+)
+
+Row = dict[str, object]
+
+
+class Listings:
+    """now: seconds of CLOCK_BOOTTIME, for what expires."""
+
+    def __init__(self, engine: Engine, now: float) -> None:
+        self._engine = engine
+        self._now = now
+
+    def endpoints(self) -> list[Row]:
+        return [self._endpoint(number, endpoint) for number, endpoint in self._engine.groups.endpoints.items()]
+
+    def _endpoint(self, number: int, endpoint: Endpoint) -> Row:
+        compiled = endpoint.compiled
+        closed = (
+            []
+            if compiled is None
+            else [
+                direction
+                for direction, is_closed in (
+                    ("egress", compiled.default_deny_egress),
+                    ("ingress", compiled.default_deny_ingress),
+                )
+                if is_closed
+            ]
+        )
+        return {
+            "endpoint": number,
+            "interface": endpoint.added.interface,
+            "state": "attached" if endpoint.is_attached else "starting",
+            "group": endpoint.group.number if endpoint.group is not None else None,
+            "set": endpoint.group.set if endpoint.group is not None else None,
+            "scope": scope_text(endpoint.scope),
+            "labels": dict(endpoint.added.labels),
+            "addresses": [text_of(address) for address in endpoint.added.addresses],
+            "default_deny": closed,
+            "audit": endpoint.added.audit,
+        }
+
+    def names(self) -> list[Row]:
+        return [
+            {
+                "name": name,
+                "address": text_of(address),
+                "scope": scope_text(scope),
+                "expires_in": round(lifetime.kept_until - self._now, 1),
+                "selectors": [selector.label for selector in self._engine.names.selectors_of(name)],
+            }
+            for (scope, name), addresses in self._engine.dns_cache.lifetimes.items()
+            for address, lifetime in addresses.items()
+        ]
+
+    def selectors(self) -> list[Row]:
+        cache = self._engine.selector_cache
+        rows: list[Row] = []
+        for peer, users in cache.users_by_selector.items():
+            identities = sorted(cache.identities_by_selector[peer])
+            selector = self._engine.names.selectors.get(peer) if isinstance(peer, Fqdn) else None
+            for scope, bag in selector.bags.items() if selector is not None and selector.bags else ((None, {}),):
+                rows.append(
+                    {
+                        "selector": peer_text(peer),
+                        "scope": scope_text(scope) if scope is not None else None,
+                        "addresses": [label.removeprefix("cidr:") for label in bag],
+                        "identities": identities,
+                        "users": sorted(users),
+                    }
+                )
+        return rows
+
+    def identities(self) -> list[Row]:
+        return [
+            {"identity": identity, "labels": sorted(labels), "rows": self._engine.reconciler.ipcache.rows_of(identity)}
+            for identity, labels in self._engine.identities.labels_by_identity.items()
+        ]
+
+    def ipcache(self) -> list[Row]:
+        table = self._engine.reconciler.ipcache
+        rows: list[Row] = []
+        for key, row in table.desired.items():
+            assert isinstance(key, IpcacheKey)
+            assert isinstance(row.value, int)
+            rows.append(
+                {
+                    "scope": scope_text(key.scope),
+                    "prefix": str(key.prefix),
+                    "identity": row.value,
+                    "revision": row.revision,
+                    "realized": key not in table.pending and key not in table.in_flight,
+                    "labels": sorted(self._engine.identities.labels_by_identity[row.value]),
+                }
+            )
+        return rows
+
+    def policy_map(self) -> list[Row]:
+        rows: list[Row] = []
+        for key, row in self._engine.reconciler.policy.desired.items():
+            assert isinstance(key, PolicyKey)
+            assert isinstance(row.value, PolicyValue)
+            rows.append(
+                {
+                    "set": key.set,
+                    "direction": key.direction.name.lower(),
+                    "identity": "any" if key.identity == IDENTITY_ANY else key.identity,
+                    "protocol": "any" if key.protocol == 0 else PROTOCOL_NAMES.get(key.protocol, str(key.protocol)),
+                    "port": port_text(key),
+                    "verdict": row.value.verdict.name.lower(),
+                    "rule": self.rule_text(row.value.cookie),
+                }
+            )
+        return rows
+
+    def rule_text(self, cookie: int) -> str:
+        """File and line of a rule; of a row that no rule of a file made, why it is there."""
+        rule = self._engine.cookies.rule_by_cookie.get(cookie)
+        return str(rule.origin) if rule is not None else "every question is seen by the agent" if cookie == 0 else "no rule"
+
+    def rows_failed(self) -> list[Row]:
+        return [
+            {
+                "table": str(table.name),
+                "row": row_text(key),
+                "error": os.strerror(failure.errno),
+                "since": round(self._now - failure.since, 1),
+                "attempts": failure.attempts,
+            }
+            for table in self._engine.reconciler.tables.values()
+            for key, failure in table.failures.items()
+        ]
+
+    def names_on(self, address: Address) -> list[str]:
+        """Every name seen on this address, in any scope."""
+        by_address = self._engine.dns_cache.names_by_address
+        return sorted({name for (_, known), names in by_address.items() if known == address for name in names})
+
+
+def counts(engine: Engine) -> Mapping[str, object]:
+    """How much of everything there is, for `status`."""
+    tables = engine.reconciler.tables.values()
+    return {
+        "endpoints": len(engine.groups.endpoints),
+        "policies": len(engine.groups.policies),
+        "names": len(engine.dns_cache.scopes_by_name),
+        "identities": len(engine.identities),
+        "rows": sum(len(table.realized) for table in tables),
+        "rows_pending": sum(len(table.pending) for table in tables),
+        "open_questions": len(engine.proxy.transactions),
+        "held": sum(transaction.barrier is not None for transaction in engine.proxy.transactions.values()),
+        "questions": engine.proxy.counters.get("questions", 0),
+        "denied": engine.proxy.counters.get("questions denied", 0),
+        "failed": engine.proxy.counters.get("replies failed", 0),
+    }
+
+
+def scope_text(scope: int) -> str:
+    if scope in (SCOPE_STATIC, SCOPE_SHARED):
+        return "static" if scope == SCOPE_STATIC else "shared"
+    return f"endpoint {scope - SCOPE_OWN_FIRST}"
+
+
+def port_text(key: PolicyKey) -> str:
+    if key.port_bits == 0:
+        return "any"
+    last = key.port | (0xFFFF >> key.port_bits)
+    return str(key.port) if last == key.port else f"{key.port}-{last}"
+
+
+def peer_text(peer: Peer) -> str:
+    """A selector as people read it."""
+    if isinstance(peer, Fqdn):
+        return peer.label
+    if isinstance(peer, Cidr):
+        return ",!".join(f"cidr:{prefix}" for prefix in (peer.prefix, *peer.excepts))
+    if isinstance(peer, Entity):
+        return f"entity:{peer}"
+    conditions = (f"{e.key} {e.operator} {','.join(sorted(e.values))}".strip() for e in peer.selector.expressions)
+    return f"endpoints:{'; '.join(conditions) or 'all'}"

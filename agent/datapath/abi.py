@@ -1,0 +1,298 @@
+"""The Python twin of bpf/abi.h: every byte that crosses between the kernel and the agent.
+
+Rule 1: a struct is listed here with the names and the order of abi.h; a test compares offsets, sizes and enumerations.
+Rule 2: numbers are in host order; `be16` fields and addresses are bytes in network order.
+
+An address in a key is 16 bytes, IPv4 as ::ffff:a.b.c.d; only the ipcache tries keep IPv4 apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Final, NamedTuple, cast
+
+from agent.core.types import (
+    Address,
+    Direction,
+    EndpointValue,
+    GroupValue,
+    IpcacheKey,
+    Key,
+    Orientation,
+    OwnAddressKey,
+    PolicyKey,
+    PolicyValue,
+    Prefix,
+    Table,
+    Value,
+    Verdict,
+    Write,
+)
+
+
+class FlowState(enum.IntEnum):
+    LIVE = 0
+    ENDED = 1
+
+
+class Reason(enum.IntEnum):
+    """Why a packet passed or was dropped; what each means stands in abi.h."""
+
+    PASS_POLICY = 0
+    PASS_FLOW = 1
+    PASS_RELATED = 2
+    PASS_NEIGHBOUR = 3
+    PASS_AGENT = 4
+    PASS_REDIRECT = 5
+    PASS_AUDIT = 6
+    PASS_ANSWER = 7
+    DROP_NO_ENDPOINT = 8
+    DROP_NO_GROUP = 9
+    DROP_SOURCE = 10
+    DROP_NEIGHBOUR_CLAIM = 11
+    DROP_ETHERTYPE = 12
+    DROP_VLAN = 13
+    DROP_VLAN_REDIRECT = 14
+    DROP_MALFORMED = 15
+    DROP_EXTENSIONS = 16
+    DROP_FRAGMENT = 17
+    DROP_POLICY = 18
+    DROP_DENY = 19
+    DROP_FLOW_ENDED = 20
+    DROP_UNRELATED = 21
+    DROP_NO_GATE = 22
+    DROP_NO_SOCKET = 23
+    DROP_NOT_ASSIGNED = 24
+    DROP_NOT_FOR_GATE = 25
+
+    @property
+    def is_drop(self) -> bool:
+        return self >= Reason.DROP_NO_ENDPOINT
+
+    @property
+    def text(self) -> str:
+        """What people read: `no-endpoint`; of what passed, `pass-flow`."""
+        return self.name.removeprefix("DROP_").lower().replace("_", "-")
+
+
+class Loss(enum.IntEnum):
+    """What the program could not write down."""
+
+    EVENT = 0
+    COUNTER = 1
+    FLOW = 2
+
+
+SETTING_GATE_IFINDEX: Final = 0
+ENDPOINT_NONE: Final = 0xFFFF_FFFF
+
+
+class Field(NamedTuple):
+    name: str
+    format: str
+
+
+class Layout:
+    """A struct of abi.h: its name, its fields in order, and how it is packed."""
+
+    def __init__(self, name: str, **formats: str) -> None:
+        self.name = name
+        self.fields = tuple(Field(field, text) for field, text in formats.items())
+        self._struct = struct.Struct("=" + "".join(formats.values()))
+        self.size = self._struct.size
+        self.pack = self._struct.pack
+        self.unpack = self._struct.unpack
+        self.pack_into = self._struct.pack_into
+        self.unpack_from = self._struct.unpack_from
+
+    def offsets(self) -> dict[str, int]:
+        found, offset = {}, 0
+        for field in self.fields:
+            found[field.name] = offset
+            offset += struct.calcsize("=" + field.format)
+        return found
+
+
+U32 = Layout("u32", number="I")
+U64 = Layout("u64", number="Q")
+ENDPOINT_VALUE = Layout("endpoint_value", endpoint="I", group="I", scope="I", orientation="B", pad="3s")
+GROUP_VALUE = Layout("group_value", set="I", default_deny_egress="?", default_deny_ingress="?", audit="?", pad="s")
+POLICY_KEY = Layout("policy_key", prefixlen="I", set="I", identity="I", direction="B", protocol="B", port="2s")
+POLICY_VALUE = Layout("policy_value", verdict="B", significant_bits="B", pad="2s", cookie="I")
+IPCACHE4_KEY = Layout("ipcache4_key", prefixlen="I", scope="I", address="4s")
+IPCACHE6_KEY = Layout("ipcache6_key", prefixlen="I", scope="I", address="16s")
+OWN_ADDRESS_KEY = Layout("own_address_key", endpoint="I", address="16s")
+FLOW_KEY = Layout(
+    "flow_key", endpoint="I", local="16s", remote="16s", local_port="2s", remote_port="2s", protocol="B", pad="3s"
+)
+FLOW_VALUE = Layout(
+    "flow_value",
+    last="Q",
+    noted="Q",
+    identity="I",
+    set="I",
+    cookie="I",
+    policy_port="2s",
+    direction="B",
+    state="B",
+    settled="B",
+    closing="B",
+    audited="B",
+    pad="5s",
+)
+LAST_SEEN_KEY = Layout("last_seen_key", scope="I", address="16s")
+FRAGMENT_KEY = Layout(
+    "fragment_key", endpoint="I", source="16s", destination="16s", id="I", next="B", direction="B", pad="2s"
+)
+FRAGMENT_VALUE = Layout(
+    "fragment_value", at="Q", source_port="2s", destination_port="2s", policy_port="2s", protocol="B", kind="B"
+)
+COUNTER_KEY = Layout("counter_key", endpoint="I", reason="I")
+COUNTER_VALUE = Layout("counter_value", packets="Q", bytes="Q")
+ANSWER_VALUE = Layout("answer_value", since="Q", sent="Q")
+EVENT = Layout(
+    "event",
+    at="Q",
+    endpoint="I",
+    ifindex="I",
+    identity="I",
+    cookie="I",
+    length="I",
+    policy_port="2s",
+    reason="B",
+    audited="B",
+    source="16s",
+    destination="16s",
+    source_port="2s",
+    destination_port="2s",
+    protocol="B",
+    direction="B",
+    pad="2s",
+)
+LAYOUTS: Final = (
+    ENDPOINT_VALUE,
+    GROUP_VALUE,
+    POLICY_KEY,
+    POLICY_VALUE,
+    IPCACHE4_KEY,
+    IPCACHE6_KEY,
+    OWN_ADDRESS_KEY,
+    FLOW_KEY,
+    FLOW_VALUE,
+    LAST_SEEN_KEY,
+    FRAGMENT_KEY,
+    FRAGMENT_VALUE,
+    COUNTER_KEY,
+    COUNTER_VALUE,
+    ANSWER_VALUE,
+    EVENT,
+)
+
+# The maps of maps.h: key and value, and whether every processor has a value of its own.
+MAPS: Final = {
+    "endpoints": (U32, ENDPOINT_VALUE),
+    "groups": (U32, GROUP_VALUE),
+    "own_addresses": (OWN_ADDRESS_KEY, Layout("u8", number="B")),
+    "policy": (POLICY_KEY, POLICY_VALUE),
+    "ipcache4": (IPCACHE4_KEY, U32),
+    "ipcache6": (IPCACHE6_KEY, U32),
+    "flows": (FLOW_KEY, FLOW_VALUE),
+    "fragments": (FRAGMENT_KEY, FRAGMENT_VALUE),
+    "last_seen": (LAST_SEEN_KEY, U64),
+    "counters": (COUNTER_KEY, COUNTER_VALUE),
+    "rules": (U32, COUNTER_VALUE),
+    "lost": (U32, U64),
+    "answers": (U32, ANSWER_VALUE),
+    "settings": (U32, U32),
+    "dns_sockets": (U32, U64),
+}
+
+_POLICY_PREFIX_FIXED: Final = 72
+_IPCACHE_PREFIX_FIXED: Final = 32
+_V4_MAPPED: Final = bytes(10) + b"\xff\xff"
+
+
+def mapped(address: Address) -> bytes:
+    """Address to the 16 bytes of a key."""
+    return address if len(address) == 16 else _V4_MAPPED + address
+
+
+def unmapped(sixteen: bytes) -> Address:
+    return sixteen[12:] if sixteen.startswith(_V4_MAPPED) else sixteen
+
+
+def significant_bits(key: PolicyKey) -> int:
+    """How many bits after the direction count: 0, or 8 for the protocol and up to 16 of the port."""
+    return 8 + key.port_bits if key.protocol else 0
+
+
+def pack_policy_key(key: PolicyKey) -> bytes:
+    bits = _POLICY_PREFIX_FIXED + significant_bits(key)
+    return POLICY_KEY.pack(bits, key.set, key.identity, key.direction, key.protocol, key.port.to_bytes(2, "big"))
+
+
+def pack_ipcache_key(key: IpcacheKey) -> bytes:
+    layout = IPCACHE4_KEY if len(key.prefix.address) == 4 else IPCACHE6_KEY
+    return layout.pack(_IPCACHE_PREFIX_FIXED + key.prefix.length, key.scope, key.prefix.address)
+
+
+def map_of(table: Table, key: Key) -> str:
+    """Which map holds this row."""
+    if table is Table.IPCACHE:
+        return "ipcache4" if len(cast(IpcacheKey, key).prefix.address) == 4 else "ipcache6"
+    return table.value
+
+
+def pack_key(table: Table, key: Key) -> bytes:
+    match table:
+        case Table.POLICY:
+            return pack_policy_key(cast(PolicyKey, key))
+        case Table.IPCACHE:
+            return pack_ipcache_key(cast(IpcacheKey, key))
+        case Table.OWN_ADDRESSES:
+            own = cast(OwnAddressKey, key)
+            return OWN_ADDRESS_KEY.pack(own.endpoint, mapped(own.address))
+        case _:
+            return U32.pack(key)
+
+
+def pack_value(write: Write) -> bytes:
+    """Of a write that puts a value."""
+    match write.value:
+        case PolicyValue(verdict, cookie):
+            return POLICY_VALUE.pack(verdict, significant_bits(cast(PolicyKey, write.key)), b"", cookie)
+        case GroupValue(number, egress, ingress, audit):
+            return GROUP_VALUE.pack(number, egress, ingress, audit, b"")
+        case EndpointValue(endpoint, group, scope, orientation):
+            return ENDPOINT_VALUE.pack(endpoint, group, scope, orientation, b"")
+        case _ if write.table is Table.OWN_ADDRESSES:
+            return b"\1"
+        case _:
+            return U32.pack(write.value)
+
+
+def unpack_row(name: str, key: bytes, value: bytes) -> tuple[Key, Value]:
+    """A row of the map `name` as the core writes it."""
+    match name:
+        case "policy":
+            bits, number, identity, direction, protocol, port = POLICY_KEY.unpack(key)
+            verdict, _, _, cookie = POLICY_VALUE.unpack(value)
+            port_bits = max(0, bits - _POLICY_PREFIX_FIXED - 8)
+            row = PolicyKey(number, identity, Direction(direction), protocol, int.from_bytes(port, "big"), port_bits)
+            return row, PolicyValue(Verdict(verdict), cookie)
+        case "ipcache4" | "ipcache6":
+            layout = IPCACHE4_KEY if name == "ipcache4" else IPCACHE6_KEY
+            bits, scope, address = layout.unpack(key)
+            return IpcacheKey(scope, Prefix(address, bits - _IPCACHE_PREFIX_FIXED)), int(U32.unpack(value)[0])
+        case "own_addresses":
+            endpoint, address = OWN_ADDRESS_KEY.unpack(key)
+            return OwnAddressKey(endpoint, unmapped(address)), True
+        case "groups":
+            number, egress, ingress, audit, _ = GROUP_VALUE.unpack(value)
+            return int(U32.unpack(key)[0]), GroupValue(number, egress, ingress, audit)
+        case "endpoints":
+            endpoint, group, scope, orientation, _ = ENDPOINT_VALUE.unpack(value)
+            return int(U32.unpack(key)[0]), EndpointValue(endpoint, group, scope, Orientation(orientation))
+        case _:
+            raise ValueError(f"the core writes no table {name}")

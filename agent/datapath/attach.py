@@ -1,0 +1,244 @@
+"""Programs on interfaces.
+
+Where the kernel has TCX (6.6), a link: ours is put first in the chain, the link is pinned, and another program is swapped in by one
+system call between two packets. Below, the clsact qdisc, whose filter is replaced in place. Neither is ever removed and added:
+between the two every packet would pass.
+
+Pins: DIRECTORY/links/INTERFACE-ingress holds the link, DIRECTORY/filters/INTERFACE-ingress the program of a clsact filter, so that
+whoever cleans up knows where to look. The interface is looked up in the caller's network namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import errno
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from agent.core.types import Orientation
+from agent.datapath import syscall
+from agent.datapath.errors import DatapathError, refused
+
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
+
+_T = TypeVar("_T")
+
+_PARENT_INGRESS: Final = 0xFFFF_FFF2
+_PARENT_EGRESS: Final = 0xFFFF_FFF3
+_CLSACT_HANDLE: Final = 0xFFFF_0000
+_PRIORITY: Final = 1
+_ETH_P_ALL: Final = 3
+_NO_TCX: Final = {errno.EINVAL, errno.EOPNOTSUPP}
+
+
+class Hook(NamedTuple):
+    interface: str
+    ifindex: int
+    is_ingress: bool
+
+    @property
+    def pin_name(self) -> str:
+        """bpffs keeps names with a dot for itself."""
+        name = self.interface.replace("%", "%25").replace(".", "%2e")
+        return f"{name}-{'ingress' if self.is_ingress else 'egress'}"
+
+    @property
+    def attach_type(self) -> int:
+        return syscall.TCX_INGRESS if self.is_ingress else syscall.TCX_EGRESS
+
+    def __str__(self) -> str:
+        return f"{'ingress' if self.is_ingress else 'egress'} of {self.interface}"
+
+
+class HookState(enum.StrEnum):
+    """Ordered from good to bad."""
+
+    FIRST = "first"
+    NOT_FIRST = "not-first"  # a program before ours may end the chain, and hide ours
+    ABSENT = "absent"
+
+
+def hooks(interface: str, ifindex: int, orientation: Orientation) -> dict[str, Hook]:
+    """Which program belongs where: what leaves a veth's peer arrives at the host side's ingress; an uplink is the host itself."""
+    is_behind = orientation is Orientation.BEHIND
+    return {
+        "from_endpoint": Hook(interface, ifindex, is_ingress=is_behind),
+        "to_endpoint": Hook(interface, ifindex, is_ingress=not is_behind),
+    }
+
+
+def attach(hook: Hook, program: int, directory: Path) -> None:
+    """Puts the program on the hook, or in place of the one before it; raises DatapathError."""
+    pin = directory / "links" / hook.pin_name
+    try:
+        if _update_pinned(hook, program, pin):
+            return
+        link = syscall.tcx_attach(program, hook.ifindex, hook.attach_type)
+    except OSError as problem:
+        if problem.errno in _NO_TCX:
+            _replace_filter(hook, program, directory)
+            return
+        raise refused(f"put the program on the {hook}", problem) from None
+    try:
+        pin.parent.mkdir(parents=True, exist_ok=True)
+        syscall.pin(link, str(pin))
+    except OSError as problem:
+        raise refused(f"pin the link of the {hook} at {pin}", problem) from None
+    finally:
+        os.close(link)  # pinned it lives on; not pinned it must not
+
+
+def _update_pinned(hook: Hook, program: int, pin: Path) -> bool:
+    """True where the pinned link is of this very interface; one whose interface is gone, or another by now, makes room."""
+    try:
+        link = syscall.get_pinned(str(pin))
+    except FileNotFoundError:
+        return False
+    try:
+        if syscall.link_info(link).ifindex == hook.ifindex:
+            syscall.link_update(link, program)
+            return True
+    finally:
+        os.close(link)
+    pin.unlink()
+    return False
+
+
+def detach(hook: Hook, directory: Path) -> None:
+    """The hook is as if we had never been there. What is gone already is no error."""
+    link_pin = directory / "links" / hook.pin_name
+    with contextlib.suppress(FileNotFoundError):
+        link = syscall.get_pinned(str(link_pin))
+        try:
+            syscall.link_detach(link)
+        finally:
+            os.close(link)
+        link_pin.unlink()
+    pin = directory / "filters" / hook.pin_name
+    if pin.exists():
+        _netlink(lambda netlink: _delete_filter(netlink, hook))
+        pin.unlink()
+
+
+def attached(directory: Path) -> Iterator[Hook]:
+    """The hooks with a pin. ifindex is 0 where the interface is gone."""
+    for kind in ("links", "filters"):
+        for pin in sorted((directory / kind).glob("*")):
+            name, _, side = pin.name.rpartition("-")
+            interface = name.replace("%2e", ".").replace("%25", "%")
+            yield Hook(interface, _ifindex(interface), is_ingress=side == "ingress")
+
+
+def _ifindex(interface: str) -> int:
+    import socket
+
+    try:
+        return socket.if_nametoindex(interface)
+    except OSError:
+        return 0
+
+
+def state(hook: Hook, program: int) -> HookState:
+    """Asked of the kernel: is this program on the hook, and the first there?"""
+    own = syscall.program_info(program).id
+    try:
+        programs = syscall.tcx_programs(hook.ifindex, hook.attach_type)
+    except OSError as problem:
+        if problem.errno == errno.ENODEV:
+            return HookState.ABSENT
+        if problem.errno not in _NO_TCX:
+            raise refused(f"ask which programs are on the {hook}", problem) from None
+        programs = ()
+    if own not in programs:
+        filters = _netlink(lambda netlink: _filter_programs(netlink, hook))
+        if own not in filters:
+            return HookState.ABSENT
+        programs = (*programs, *filters)  # TCX runs before clsact
+    return HookState.FIRST if programs[0] == own else HookState.NOT_FIRST
+
+
+# --- clsact ----------------------------------------------------------------------------------------------------------
+
+
+def _netlink(work: Callable[[IPRoute], _T]) -> _T:
+    """pyroute2's synchronous face runs an event loop of its own, which a thread with a running loop forbids: then in another."""
+    from pyroute2 import IPRoute
+
+    def run() -> _T:
+        with IPRoute() as netlink:
+            return work(netlink)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run).result()
+
+
+def _parent(hook: Hook) -> int:
+    return _PARENT_INGRESS if hook.is_ingress else _PARENT_EGRESS
+
+
+def _replace_filter(hook: Hook, program: int, directory: Path) -> None:
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    pin = directory / "filters" / hook.pin_name
+
+    def replace(netlink: IPRoute) -> None:
+        try:
+            netlink.tc("add", "clsact", hook.ifindex)
+        except NetlinkError as problem:
+            if problem.code != errno.EEXIST:
+                raise
+        netlink.tc(
+            "replace-filter",
+            "bpf",
+            hook.ifindex,
+            1,
+            fd=program,
+            name="namegate",
+            parent=_parent(hook),
+            prio=_PRIORITY,
+            protocol=_ETH_P_ALL,
+            direct_action=True,
+        )
+
+    try:
+        _netlink(replace)
+        pin.parent.mkdir(parents=True, exist_ok=True)
+        if not pin.exists():
+            syscall.pin(program, str(pin))
+    except NetlinkError as problem:
+        raise DatapathError(problem.code, f"cannot put the program on the {hook}: {problem}") from None
+    except OSError as problem:
+        raise refused(f"pin the program of the {hook} at {pin}", problem) from None
+
+
+def _delete_filter(netlink: IPRoute, hook: Hook) -> None:
+    """And the qdisc with it when no filter of anybody is left."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    if not hook.ifindex:
+        return
+    with contextlib.suppress(NetlinkError):
+        netlink.tc("del-filter", "bpf", hook.ifindex, 1, parent=_parent(hook), prio=_PRIORITY, protocol=_ETH_P_ALL)
+    if not any(list(netlink.get_filters(hook.ifindex, parent=parent)) for parent in (_PARENT_INGRESS, _PARENT_EGRESS)):
+        with contextlib.suppress(NetlinkError):
+            netlink.tc("del", "clsact", hook.ifindex, handle=_CLSACT_HANDLE)
+
+
+def _filter_programs(netlink: IPRoute, hook: Hook) -> tuple[int, ...]:
+    found: list[tuple[int, int]] = []
+    for message in netlink.get_filters(hook.ifindex, parent=_parent(hook)):
+        options: Any = message.get_attr("TCA_OPTIONS")
+        number = options.get_attr("TCA_BPF_ID") if message.get_attr("TCA_KIND") == "bpf" and options else None
+        if number is not None:
+            found.append((message["info"] >> 16, number))
+    return tuple(number for _, number in sorted(found))

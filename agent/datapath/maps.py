@@ -1,0 +1,244 @@
+"""The kernel's tables, read and written.
+
+Rule 1: a write is one system call whose buffers exist already, because it stands between a DNS reply and its client.
+Rule 2: a refused write is a number in the result, not an exception: what it means is the reconciler's business. ENOENT on a
+delete is success: the row is not there, which is what was wanted.
+Rule 3: a dump is a generator. Whoever has little time takes a slice. Rows that change meanwhile may be seen twice or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from agent.core.types import Address, Direction, Key, Table, Value, Write
+from agent.datapath import abi, syscall
+from agent.datapath.abi import FlowState, Layout, Loss, Reason
+from agent.datapath.errors import refused
+
+_NS: Final = 1_000_000_000
+_BATCH: Final = 1_024
+_BATCH_MAX: Final = 1 << 16
+_NO_BATCH: Final = {errno.EINVAL, errno.EOPNOTSUPP, 524}  # 524: ENOTSUPP, which user space was never meant to see
+
+_MAPS_OF: Final = {table: ("ipcache4", "ipcache6") if table is Table.IPCACHE else (table.value,) for table in Table}
+_PER_CPU: Final = {"counters", "rules", "lost"}
+
+
+class Flow(NamedTuple):
+    """One row of `flows`. Ports of an ICMP echo are its identifier; last: seconds of CLOCK_BOOTTIME."""
+
+    endpoint: int
+    local: Address
+    remote: Address
+    local_port: int
+    remote_port: int
+    protocol: int
+    identity: int
+    set: int
+    cookie: int
+    direction: Direction
+    state: FlowState
+    audited: bool
+    last: float
+
+
+class Counter(NamedTuple):
+    """endpoint: None for packets of no known endpoint."""
+
+    endpoint: int | None
+    reason: Reason
+    packets: int
+    bytes: int
+
+
+class Fill(NamedTuple):
+    used: int
+    max: int
+
+
+def _possible_processors() -> int:
+    """As many values a per-CPU map has: also of processors that are not there yet."""
+    last = Path("/sys/devices/system/cpu/possible").read_text(encoding="ascii").strip().split(",")[-1]
+    return int(last.split("-")[-1]) + 1
+
+
+class _Rows:
+    """One map, with the buffers of its writes."""
+
+    def __init__(self, name: str, fd: int, key: Layout, value: Layout) -> None:
+        self.name = name
+        self.fd = fd
+        self.key_size = key.size
+        self.value = value
+        self.max_entries = syscall.map_info(fd).max_entries
+        self._key = syscall.new_attribute()
+        self._value = syscall.new_attribute()
+        self._put = syscall.new_attribute()
+        self._delete = syscall.new_attribute()
+        addresses = [abi.U64.pack(syscall.address_of(buffer)) for buffer in (self._key, self._value)]
+        head = abi.U32.pack(fd) + bytes(4)
+        self._put[: 8 * 3] = head + b"".join(addresses)
+        self._delete[: 8 * 2] = head + addresses[0]
+
+    def put(self, key: bytes, value: bytes) -> int:
+        """0 or an errno."""
+        self._key[: len(key)] = key
+        self._value[: len(value)] = value
+        return -syscall.call(syscall.MAP_UPDATE, self._put)
+
+    def delete(self, key: bytes) -> int:
+        """0 or an errno."""
+        self._key[: len(key)] = key
+        result = -syscall.call(syscall.MAP_DELETE, self._delete)
+        return 0 if result == errno.ENOENT else result
+
+    def dump(self, value_size: int) -> Iterator[tuple[bytes, bytes]]:
+        """All rows, in batches where the kernel has them for this kind of map."""
+        position: bytes | None = None
+        limit = _BATCH
+        while True:
+            try:
+                batch = syscall.map_lookup_batch(
+                    self.fd, position, max(self.key_size, 4), self.key_size, value_size, limit
+                )
+            except OSError as problem:
+                if problem.errno == errno.ENOSPC and limit < _BATCH_MAX:
+                    limit *= 2  # one bucket of the hash holds more than that
+                    continue
+                if position is None and problem.errno in _NO_BATCH:
+                    yield from self._dump_one_by_one(value_size)
+                    return
+                raise refused(f"read the map {self.name}", problem) from None
+            for i in range(batch.count):
+                key = batch.keys[i * self.key_size : (i + 1) * self.key_size]
+                yield key, batch.values[i * value_size : (i + 1) * value_size]
+            if batch.position is None:
+                return
+            position = batch.position
+
+    def _dump_one_by_one(self, value_size: int) -> Iterator[tuple[bytes, bytes]]:
+        key = syscall.map_next_key(self.fd, None, self.key_size)
+        while key is not None:
+            value = syscall.map_lookup(self.fd, key, value_size)
+            if value is not None:
+                yield key, value
+            key = syscall.map_next_key(self.fd, key, self.key_size)
+
+
+class KernelTables:
+    """All maps of one load of the program. fds: name of the map → its file descriptor, which stays the caller's."""
+
+    def __init__(self, fds: Mapping[str, int]) -> None:
+        self._rows_by_map = {name: _Rows(name, fds[name], key, value) for name, (key, value) in abi.MAPS.items()}
+        self._processors = _possible_processors()
+
+    # --- the core's tables -------------------------------------------------------------------------------------------
+
+    def apply(self, writes: Sequence[Write]) -> list[int]:
+        """Performs the writes in their order; one errno for each, 0 when it is done."""
+        results = []
+        for write in writes:
+            rows = self._rows_by_map[abi.map_of(write.table, write.key)]
+            key = abi.pack_key(write.table, write.key)
+            results.append(rows.delete(key) if write.value is None else rows.put(key, abi.pack_value(write)))
+        return results
+
+    def dump(self, table: Table) -> Iterator[tuple[Key, Value]]:
+        for name in _MAPS_OF[table]:
+            for key, value in self._rows(name):
+                yield abi.unpack_row(name, key, value)
+
+    def fill(self, table: Table) -> Fill:
+        """Of `ipcache`, the fuller of its two maps: that one is full first."""
+        fills = [Fill(sum(1 for _ in self._rows(name)), self._rows_by_map[name].max_entries) for name in _MAPS_OF[table]]
+        return max(fills, key=lambda fill: fill.used / fill.max)
+
+    # --- what the program writes -------------------------------------------------------------------------------------
+
+    def flows(self) -> Iterator[Flow]:
+        for key, value in self._rows("flows"):
+            endpoint, local, remote, local_port, remote_port, protocol, _ = abi.FLOW_KEY.unpack(key)
+            last, _, identity, number, cookie, _, direction, state, _, _, audited, _ = abi.FLOW_VALUE.unpack(value)
+            yield Flow(
+                endpoint,
+                abi.unmapped(local),
+                abi.unmapped(remote),
+                int.from_bytes(local_port, "big"),
+                int.from_bytes(remote_port, "big"),
+                protocol,
+                identity,
+                number,
+                cookie,
+                Direction(direction),
+                FlowState(state),
+                bool(audited),
+                last / _NS,
+            )
+
+    def flow_identities(self) -> frozenset[int]:
+        """Identities that a live flow remembers. An ended one is judged by none again."""
+        return frozenset(flow.identity for flow in self.flows() if flow.state is FlowState.LIVE)
+
+    def last_seen(self, scope: int, address: Address) -> float | None:
+        """When a packet of a flow with this address went by, in seconds of CLOCK_BOOTTIME and exact to one; None: never."""
+        key = abi.LAST_SEEN_KEY.pack(scope, abi.mapped(address))
+        value = syscall.map_lookup(self._rows_by_map["last_seen"].fd, key, 8)
+        return None if value is None else int(abi.U64.unpack(value)[0]) / _NS
+
+    def counters(self) -> list[Counter]:
+        """Packets and bytes since the maps were made, by endpoint and reason."""
+        found = []
+        for key, value in self._rows("counters"):
+            endpoint, reason = abi.COUNTER_KEY.unpack(key)
+            known = None if endpoint == abi.ENDPOINT_NONE else endpoint
+            found.append(Counter(known, Reason(reason), *self._sums(abi.COUNTER_VALUE, value)))
+        return sorted(found, key=lambda counter: (counter.endpoint is None, counter.endpoint or 0, counter.reason))
+
+    def rule_counters(self) -> dict[int, tuple[int, int]]:
+        """Packets and bytes by the cookie of the rule that decided."""
+        found = {}
+        for key, value in self._rows("rules"):
+            packets, size = self._sums(abi.COUNTER_VALUE, value)
+            found[int(abi.U32.unpack(key)[0])] = packets, size
+        return found
+
+    def losses(self) -> dict[Loss, int]:
+        """What the program could not write down: events of a full ring, counters and flows of full maps."""
+        return {Loss(abi.U32.unpack(key)[0]): self._sums(abi.U64, value)[0] for key, value in self._rows("lost")}
+
+    # --- what the agent tells the program ----------------------------------------------------------------------------
+
+    def set_setting(self, index: int, value: int) -> None:
+        self._set("settings", index, abi.U32.pack(value))
+
+    def set_dns_socket(self, key: int, fd: int) -> None:
+        """key: (IPv6 ? 2 : 0) | (TCP ? 1 : 0); fd: a bound UDP or listening TCP socket. Its row goes when the socket does."""
+        self._set("dns_sockets", key, abi.U64.pack(fd))
+
+    def drop_dns_socket(self, key: int) -> None:
+        with contextlib.suppress(FileNotFoundError, OSError):
+            syscall.map_delete(self._rows_by_map["dns_sockets"].fd, abi.U32.pack(key))
+
+    def _set(self, name: str, index: int, value: bytes) -> None:
+        result = self._rows_by_map[name].put(abi.U32.pack(index), value)
+        if result:
+            raise refused(f"write row {index} of the map {name}", OSError(result, errno.errorcode.get(result, "")))
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _rows(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+        rows = self._rows_by_map[name]
+        size = rows.value.size
+        if name in _PER_CPU:
+            size = -(-size // 8) * 8 * self._processors
+        return rows.dump(size)
+
+    @staticmethod
+    def _sums(layout: Layout, values: bytes) -> tuple[int, ...]:
+        """Of all processors."""
+        each = [layout.unpack_from(values, offset) for offset in range(0, len(values), layout.size)]
+        return tuple(map(sum, zip(*each, strict=True)))

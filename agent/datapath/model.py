@@ -1,0 +1,568 @@
+"""The verdict of a packet in plain Python: what the program is compared with in tests, and what answers "why".
+
+The numbers are those of bpf/verdict.h, where each step is said in words. Written from that list, not from its C: it shares
+with the program only the numbers of abi.py. Pure; times are nanoseconds of CLOCK_BOOTTIME.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from agent.core.types import (
+    IDENTITY_ANY,
+    IDENTITY_WORLD,
+    PROTOCOL_ICMP,
+    PROTOCOL_ICMPV6,
+    PROTOCOL_TCP,
+    PROTOCOL_UDP,
+    PROTOCOLS_WITH_PORTS,
+    SCOPE_STATIC,
+    Address,
+    Direction,
+    EndpointValue,
+    GroupValue,
+    IpcacheKey,
+    Key,
+    OwnAddressKey,
+    PolicyKey,
+    PolicyValue,
+    Prefix,
+    Table,
+    Value,
+    Verdict,
+    Write,
+)
+from agent.datapath.abi import FlowState, Reason, significant_bits, unmapped
+
+NS: Final = 1_000_000_000
+ENDED_NS: Final = 120 * NS
+DATAGRAM_NS: Final = 60 * NS
+OPENING_NS: Final = 60 * NS
+SETTLED_NS: Final = 21_600 * NS
+CLOSED_NS: Final = 10 * NS
+FRAGMENT_NS: Final = 60 * NS
+
+_FIN, _SYN, _RST, _ACK = 0x01, 0x02, 0x04, 0x10
+_ETHERTYPES_VLAN: Final = (0x8100, 0x88A8)
+_FRAGMENT_HEADER: Final = 44
+_AUTHENTICATION_HEADER: Final = 51
+_NO_NEXT_HEADER: Final = 59
+_EXTENSIONS: Final = (0, 43, _FRAGMENT_HEADER, _AUTHENTICATION_HEADER, 60)
+_EXTENSIONS_MAX: Final = 8
+
+
+class Kind(enum.IntEnum):
+    FLOW = 0
+    SINGLE = 1
+    ERROR = 2
+    ARP = 3
+    NEIGHBOUR = 4
+    ROUTER = 5
+
+
+class Part(enum.IntEnum):
+    WHOLE = 0
+    FIRST = 1
+    LATER = 2
+
+
+class Origin(enum.IntEnum):
+    WIRE = 0
+    AGENT = 1
+    ANSWER = 2
+
+
+class FlowKey(NamedTuple):
+    endpoint: int
+    local: Address
+    remote: Address
+    local_port: int
+    remote_port: int
+    protocol: int
+
+
+@dataclass(slots=True)
+class Flow:
+    last: int
+    identity: int
+    set: int
+    cookie: int
+    policy_port: int
+    direction: Direction
+    state: FlowState = FlowState.LIVE
+    settled: bool = False
+    closing: frozenset[Direction] = frozenset()
+    audited: bool = False
+
+    @property
+    def is_closed(self) -> bool:
+        return len(self.closing) == 2
+
+
+class FragmentKey(NamedTuple):
+    endpoint: int
+    source: Address
+    destination: Address
+    number: bytes
+    following: int
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """What a frame says. `about`: of an ICMP error, the tuple of its cause; claims: addresses that ARP or ND speaks for."""
+
+    source: Address
+    destination: Address
+    protocol: int = 0
+    source_port: int = 0
+    destination_port: int = 0
+    policy_port: int = 0
+    kind: Kind = Kind.FLOW
+    part: Part = Part.WHOLE
+    number: bytes = b""
+    following: int = 0
+    place: int = 0
+    flags: int = 0
+    vlan_tags: int = 0
+    payload: bytes = b""
+    claims: tuple[Address, ...] = ()
+
+    @property
+    def is_opening(self) -> bool:
+        if self.part is Part.LATER:
+            return False
+        return self.protocol != PROTOCOL_TCP or self.flags & (_SYN | _ACK | _RST | _FIN) == _SYN
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """reason: a DROP_* also where audit lets the packet pass; identity: of the remote, 0 where it was not asked for."""
+
+    reason: Reason
+    audited: bool = False
+    identity: int = 0
+    cookie: int = 0
+
+    @property
+    def passes(self) -> bool:
+        return self.audited or not self.reason.is_drop
+
+
+class _Drop(Exception):  # noqa: N818
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Model:
+    """The tables, and the verdict by them."""
+
+    endpoints: dict[int, EndpointValue] = field(default_factory=dict)
+    groups: dict[int, GroupValue] = field(default_factory=dict)
+    policy: dict[PolicyKey, PolicyValue] = field(default_factory=dict)
+    ipcache: dict[IpcacheKey, int] = field(default_factory=dict)
+    own_addresses: set[OwnAddressKey] = field(default_factory=set)
+    flows: dict[FlowKey, Flow] = field(default_factory=dict)
+    fragments: dict[FragmentKey, tuple[int, Packet]] = field(default_factory=dict)
+
+    def apply(self, writes: Iterable[Write]) -> None:
+        for write in writes:
+            if write.table is Table.OWN_ADDRESSES:
+                change = self.own_addresses.discard if write.value is None else self.own_addresses.add
+                change(write.key)  # type: ignore[arg-type]
+                continue
+            rows: dict[Key, Value] = getattr(self, write.table.value)
+            if write.value is None:
+                rows.pop(write.key, None)
+            else:
+                rows[write.key] = write.value
+
+    def judge(
+        self,
+        ifindex: int,
+        direction: Direction,
+        frame: bytes,
+        now: int,
+        origin: Origin = Origin.WIRE,
+        vlan_tags: int = 0,
+    ) -> Judgement:
+        """Verdict of one frame, whose flows and fragments are remembered. vlan_tags: 1 when the card took a tag off."""
+        endpoint = self.endpoints.get(ifindex)
+        if endpoint is None:  # 1.
+            return Judgement(Reason.DROP_NO_ENDPOINT)
+        group = self.groups.get(endpoint.group)
+        if group is None:
+            return Judgement(Reason.DROP_NO_GROUP)
+        try:
+            packet = parse(frame, vlan_tags)  # 2.
+        except _Drop as drop:
+            return Judgement(drop.reason, audited=group.audit)
+        judgement, packet = self._judge_or_drop(packet, endpoint, group, direction, now, origin)
+        if packet.part is Part.FIRST and judgement.passes:
+            self.fragments[_fragment_key(packet, endpoint, direction)] = (now, packet)
+        return judgement
+
+    def explain(self, ifindex: int, direction: Direction, packet: Packet, now: int) -> Judgement:
+        """Verdict of a packet that is only thought of: nothing is remembered."""
+        endpoint = self.endpoints.get(ifindex)
+        if endpoint is None:
+            return Judgement(Reason.DROP_NO_ENDPOINT)
+        group = self.groups.get(endpoint.group)
+        if group is None:
+            return Judgement(Reason.DROP_NO_GROUP)
+        flows = {key: replace(flow) for key, flow in self.flows.items()}
+        thought = Model(self.endpoints, self.groups, self.policy, self.ipcache, self.own_addresses, flows)
+        return thought._judge_or_drop(packet, endpoint, group, direction, now, Origin.WIRE)[0]
+
+    def _judge_or_drop(
+        self, packet: Packet, endpoint: EndpointValue, group: GroupValue, direction: Direction, now: int, origin: Origin
+    ) -> tuple[Judgement, Packet]:
+        try:
+            judgement, packet = self._judge(packet, endpoint, group, direction, now, origin)
+        except _Drop as drop:
+            judgement = Judgement(drop.reason)
+        return replace(judgement, audited=judgement.reason.is_drop and group.audit), packet  # 12.
+
+    def _judge(
+        self, packet: Packet, endpoint: EndpointValue, group: GroupValue, direction: Direction, now: int, origin: Origin
+    ) -> tuple[Judgement, Packet]:
+        outward = direction is Direction.EGRESS
+        if packet.kind in {Kind.ARP, Kind.NEIGHBOUR, Kind.ROUTER}:  # 3.
+            if packet.part is not Part.WHOLE:
+                raise _Drop(Reason.DROP_FRAGMENT)
+            may_claim = packet.kind is not Kind.ROUTER and all(self._may_claim(endpoint, claim) for claim in packet.claims)
+            if outward and not may_claim:
+                raise _Drop(Reason.DROP_NEIGHBOUR_CLAIM)
+            return Judgement(Reason.PASS_NEIGHBOUR), packet
+        if not outward and origin is not Origin.WIRE:  # 4.
+            return Judgement(Reason.PASS_AGENT if origin is Origin.AGENT else Reason.PASS_ANSWER), packet
+        if outward and not self._is_own(endpoint, packet.source):  # 5.
+            raise _Drop(Reason.DROP_SOURCE)
+        if packet.part is Part.LATER:  # 6.
+            at, first = self.fragments.get(_fragment_key(packet, endpoint, direction), (None, None))
+            if at is None or first is None or now - at > FRAGMENT_NS:
+                raise _Drop(Reason.DROP_FRAGMENT)
+            packet = replace(first, part=Part.LATER, vlan_tags=packet.vlan_tags, flags=0)
+
+        about = packet
+        if packet.kind is Kind.ERROR:  # 7c.
+            if packet.part is not Part.WHOLE:
+                raise _Drop(Reason.DROP_FRAGMENT)
+            about = _parse_about(packet)
+        key = _flow_key(endpoint.endpoint, about, outward if about is packet else not outward)
+        flow = None if packet.kind is Kind.SINGLE else self.flows.get(key)
+        if flow and _is_over(flow, key.protocol, packet.kind is Kind.FLOW and packet.is_opening, now):  # 7a.
+            flow = None
+
+        is_barred = is_alone = False
+        if flow and flow.state is FlowState.ENDED:  # 7d.
+            if packet.kind is Kind.ERROR:
+                raise _Drop(Reason.DROP_FLOW_ENDED)
+            flow.last = now
+            is_barred = not packet.is_opening
+            peer_may = packet.protocol == PROTOCOL_TCP and flow.direction is Direction.INGRESS
+            if not outward and (is_barred or not peer_may):
+                raise _Drop(Reason.DROP_FLOW_ENDED)
+        elif flow and _is_syn(packet) and flow.direction is not direction:  # 7b.
+            is_alone = True
+        elif flow:
+            if flow.set != group.set or (flow.audited and not group.audit):
+                return self._judge_again(flow, key, packet, endpoint, group, direction, now), packet  # 11.
+            if packet.kind is Kind.FLOW:
+                _note(flow, packet, direction, now)
+            reason = Reason.PASS_FLOW if packet.kind is Kind.FLOW else Reason.PASS_RELATED
+            if flow.audited:
+                reason = Reason.PASS_AUDIT
+            return Judgement(reason, identity=flow.identity, cookie=flow.cookie), packet  # 7.
+        if packet.kind is Kind.ERROR:
+            raise _Drop(Reason.DROP_UNRELATED)
+
+        identity = self.identity_of(endpoint.scope, key.remote)  # 8.
+        row = self.strongest(group.set, identity, direction, packet.protocol, packet.policy_port)  # 9.
+        cookie = row.cookie if row else 0
+        reason = _in_words(row, group, direction)
+        if reason is Reason.PASS_REDIRECT:
+            return Judgement(_redirect(packet), identity=identity, cookie=cookie), packet
+        if reason is Reason.PASS_POLICY and is_barred:
+            reason = Reason.DROP_FLOW_ENDED
+        elif reason is Reason.PASS_POLICY or group.audit:
+            may_open = packet.is_opening
+            if outward:
+                may_open = packet.part is not Part.LATER and not (packet.protocol == PROTOCOL_TCP and packet.flags & _RST)
+            if packet.kind is Kind.FLOW and may_open and not is_alone and not is_barred:  # 10.
+                opened = Flow(now, identity, group.set, cookie, packet.policy_port, direction)
+                opened.audited = reason is not Reason.PASS_POLICY
+                _note(opened, packet, direction, now)
+                self.flows[key] = opened
+        return Judgement(reason, identity=identity, cookie=cookie), packet
+
+    def _judge_again(
+        self,
+        flow: Flow,
+        key: FlowKey,
+        packet: Packet,
+        endpoint: EndpointValue,
+        group: GroupValue,
+        direction: Direction,
+        now: int,
+    ) -> Judgement:
+        present = self.identity_of(endpoint.scope, key.remote)
+        rows = [
+            (self.strongest(group.set, identity, flow.direction, key.protocol, flow.policy_port), identity)
+            for identity in (present, flow.identity)
+        ]
+        row, identity = max(rows, key=lambda found: found[0].verdict if found[0] else 0)  # the first of equals: the present one
+        cookie = row.cookie if row else 0
+        reason = _in_words(row, group, flow.direction)
+        is_of_flow = packet.kind is Kind.FLOW
+        if reason is Reason.PASS_POLICY or group.audit:
+            flow.audited = reason is not Reason.PASS_POLICY
+            flow.set, flow.cookie, flow.identity = group.set, cookie, identity
+            if is_of_flow:
+                _note(flow, packet, direction, now)
+            if reason is Reason.PASS_POLICY:
+                reason = Reason.PASS_FLOW if is_of_flow else Reason.PASS_RELATED
+        else:
+            flow.last, flow.state = now, FlowState.ENDED
+        if reason is Reason.PASS_REDIRECT:
+            is_sent = is_of_flow and direction is Direction.EGRESS
+            reason = _redirect(packet) if is_sent else Reason.DROP_FLOW_ENDED
+        return Judgement(reason, identity=identity, cookie=cookie)
+
+    def identity_of(self, scope: int, address: Address) -> int:
+        """8. The closest prefix in the endpoint's scope, else in the static one, else world."""
+        for each in (scope, SCOPE_STATIC):
+            for length in range(len(address) * 8, -1, -1):
+                identity = self.ipcache.get(IpcacheKey(each, Prefix.masked(address, length)))
+                if identity is not None:
+                    return identity
+        return IDENTITY_WORLD
+
+    def strongest(self, number: int, identity: int, direction: Direction, protocol: int, port: int) -> PolicyValue | None:
+        """9. Of the identity's closest row and that of any identity: the stronger, then the closer, then the identity's."""
+        found = [self._closest(number, each, direction, protocol, port) for each in (identity, IDENTITY_ANY)]
+        rows = [row for row in found if row is not None]
+        return max(rows, key=lambda row: (row[1].verdict, significant_bits(row[0])))[1] if rows else None
+
+    def _closest(
+        self, number: int, identity: int, direction: Direction, protocol: int, port: int
+    ) -> tuple[PolicyKey, PolicyValue] | None:
+        for port_bits in range(16, -1, -1):
+            masked = port >> (16 - port_bits) << (16 - port_bits)
+            key = PolicyKey(number, identity, direction, protocol, masked, port_bits)
+            if protocol and key in self.policy:
+                return key, self.policy[key]
+        key = PolicyKey(number, identity, direction, 0, 0, 0)
+        return (key, self.policy[key]) if key in self.policy else None
+
+    def _is_own(self, endpoint: EndpointValue, address: Address) -> bool:
+        return OwnAddressKey(endpoint.endpoint, address) in self.own_addresses
+
+    def _may_claim(self, endpoint: EndpointValue, address: Address) -> bool:
+        is_link_local = len(address) == 16 and address[0] == 0xFE and address[1] & 0xC0 == 0x80
+        return not any(address) or is_link_local or self._is_own(endpoint, address)
+
+
+def _in_words(row: PolicyValue | None, group: GroupValue, direction: Direction) -> Reason:
+    if row is None:
+        is_closed = group.default_deny_egress if direction is Direction.EGRESS else group.default_deny_ingress
+        return Reason.DROP_POLICY if is_closed else Reason.PASS_POLICY
+    if row.verdict is Verdict.ALLOW:
+        return Reason.PASS_POLICY
+    if row.verdict is Verdict.DENY:
+        return Reason.DROP_DENY
+    return Reason.PASS_REDIRECT if direction is Direction.EGRESS else Reason.DROP_POLICY
+
+
+def _redirect(packet: Packet) -> Reason:
+    if packet.protocol not in {PROTOCOL_TCP, PROTOCOL_UDP}:
+        return Reason.DROP_NOT_FOR_GATE
+    if packet.vlan_tags:
+        return Reason.DROP_VLAN_REDIRECT
+    return Reason.PASS_REDIRECT if packet.part is Part.WHOLE else Reason.DROP_FRAGMENT
+
+
+def _is_syn(packet: Packet) -> bool:
+    return packet.kind is Kind.FLOW and packet.protocol == PROTOCOL_TCP and packet.is_opening
+
+
+def life_of(flow: Flow, protocol: int) -> int:
+    """How long after its last packet a flow is one."""
+    if flow.state is FlowState.ENDED:
+        return ENDED_NS
+    if protocol != PROTOCOL_TCP:
+        return DATAGRAM_NS
+    if flow.is_closed:
+        return CLOSED_NS
+    return SETTLED_NS if flow.settled else OPENING_NS
+
+
+def _is_over(flow: Flow, protocol: int, is_opened_anew: bool, now: int) -> bool:
+    if flow.state is FlowState.LIVE and protocol == PROTOCOL_TCP and flow.is_closed and is_opened_anew:
+        return True
+    return now - flow.last > life_of(flow, protocol)
+
+
+def _note(flow: Flow, packet: Packet, direction: Direction, now: int) -> None:
+    if not flow.is_closed:
+        flow.last = now
+    if packet.protocol == PROTOCOL_TCP and packet.part is not Part.LATER:
+        flow.settled = flow.settled or not packet.flags & _SYN
+        if packet.flags & (_FIN | _RST):
+            flow.closing |= {direction}
+
+
+def _flow_key(endpoint: int, packet: Packet, is_source_local: bool) -> FlowKey:
+    source, destination = (packet.source, packet.source_port), (packet.destination, packet.destination_port)
+    local, remote = (source, destination) if is_source_local else (destination, source)
+    return FlowKey(endpoint, local[0], remote[0], local[1], remote[1], packet.protocol)
+
+
+def _fragment_key(packet: Packet, endpoint: EndpointValue, direction: Direction) -> FragmentKey:
+    return FragmentKey(
+        endpoint.endpoint, packet.source, packet.destination, packet.number, packet.following, direction
+    )
+
+
+# --- reading a frame (2.) --------------------------------------------------------------------------------------------
+
+
+def _read(data: bytes, offset: int, size: int) -> bytes:
+    part = data[offset : offset + size]
+    if len(part) != size:
+        raise _Drop(Reason.DROP_MALFORMED)
+    return part
+
+
+def _number(data: bytes, offset: int) -> int:
+    return int.from_bytes(_read(data, offset, 2), "big")
+
+
+def parse(frame: bytes, vlan_tags: int = 0) -> Packet:
+    """A frame to a packet; what must not be judged further leaves as an exception of this file."""
+    offset = 12
+    ethertype = _number(frame, offset)
+    while ethertype in _ETHERTYPES_VLAN:
+        vlan_tags += 1
+        if vlan_tags > 2:
+            raise _Drop(Reason.DROP_VLAN)
+        offset += 4
+        ethertype = _number(frame, offset)
+    body = frame[offset + 2 :]
+    match ethertype:
+        case 0x0800:
+            return _parse_transport(replace(_parse_ipv4(body), vlan_tags=vlan_tags))
+        case 0x86DD:
+            return _parse_transport(replace(_parse_ipv6(body), vlan_tags=vlan_tags))
+        case 0x0806:
+            return _parse_arp(body)
+        case _:
+            raise _Drop(Reason.DROP_ETHERTYPE)
+
+
+def _parse_arp(body: bytes) -> Packet:
+    header = _read(body, 0, 28)
+    if header[:6] != b"\0\1\x08\0\6\4":
+        raise _Drop(Reason.DROP_MALFORMED)
+    return Packet(header[14:18], header[24:28], kind=Kind.ARP, claims=(header[14:18],))
+
+
+def _parse_ipv4(body: bytes) -> Packet:
+    header = _read(body, 0, 20)
+    words = header[0] & 15
+    if header[0] >> 4 != 4 or words < 5:
+        raise _Drop(Reason.DROP_MALFORMED)
+    packet = Packet(header[12:16], header[16:20], header[9], payload=body[words * 4 :])
+    place = _number(header, 6)
+    if not place & 0x3FFF:
+        return packet
+    part = Part.LATER if place & 0x1FFF else Part.FIRST
+    return replace(packet, part=part, number=header[4:6], following=packet.protocol, place=place & 0x1FFF)
+
+
+def _parse_ipv6(body: bytes) -> Packet:
+    header = _read(body, 0, 40)
+    if header[0] >> 4 != 6:
+        raise _Drop(Reason.DROP_MALFORMED)
+    packet = Packet(header[8:24], header[24:40])
+    if any(len(unmapped(address)) == 4 for address in (packet.source, packet.destination)):
+        raise _Drop(Reason.DROP_MALFORMED)
+    protocol, offset = header[6], 40
+    for _ in range(_EXTENSIONS_MAX):
+        if protocol not in _EXTENSIONS:
+            break
+        extension = _read(body, offset, 8)
+        if protocol == _FRAGMENT_HEADER:
+            if packet.part is not Part.WHOLE:
+                raise _Drop(Reason.DROP_MALFORMED)
+            place = _number(extension, 2)
+            protocol, offset = extension[0], offset + 8
+            packet = replace(packet, number=extension[4:8], following=protocol, place=place >> 3)
+            if place >> 3:
+                return replace(packet, part=Part.LATER, protocol=protocol, payload=body[offset:])
+            if place & 1:
+                packet = replace(packet, part=Part.FIRST)
+            continue
+        size = (extension[1] + 2) * 4 if protocol == _AUTHENTICATION_HEADER else (extension[1] + 1) * 8
+        protocol, offset = extension[0], offset + size
+    if protocol in _EXTENSIONS or protocol == _NO_NEXT_HEADER:
+        raise _Drop(Reason.DROP_EXTENSIONS)
+    return replace(packet, protocol=protocol, payload=body[offset:])
+
+
+def _parse_transport(packet: Packet) -> Packet:
+    data, protocol = packet.payload, packet.protocol
+    if packet.part is Part.LATER:
+        if protocol == PROTOCOL_TCP and packet.place == 1:  # RFC 3128
+            raise _Drop(Reason.DROP_FRAGMENT)
+        return packet
+    if protocol in PROTOCOLS_WITH_PORTS:
+        _read(data, 0, 20 if protocol == PROTOCOL_TCP else 8)
+        ports = struct.unpack_from(">HH", data)
+        flags = data[13] if protocol == PROTOCOL_TCP else 0
+        return replace(packet, source_port=ports[0], destination_port=ports[1], policy_port=ports[1], flags=flags)
+    family_of = {PROTOCOL_ICMP: 4, PROTOCOL_ICMPV6: 16}
+    if family_of.get(protocol) != len(packet.source):
+        return packet
+    header = _read(data, 0, 8)
+    kind = header[0]
+    packet = replace(packet, policy_port=kind, kind=Kind.SINGLE)
+    if _is_echo(protocol, kind):
+        number = _number(header, 4)
+        return replace(packet, source_port=number, destination_port=number, kind=Kind.FLOW)
+    if kind in ({3, 11, 12} if protocol == PROTOCOL_ICMP else {1, 2, 3, 4}):
+        return replace(packet, kind=Kind.ERROR)
+    if protocol == PROTOCOL_ICMP:
+        return packet
+    if kind in {130, 131, 132, 133, 135, 143}:
+        return replace(packet, kind=Kind.NEIGHBOUR, claims=(packet.source,))
+    if kind == 136:
+        return replace(packet, kind=Kind.NEIGHBOUR, claims=(packet.source, _read(data, 8, 16)))
+    return replace(packet, kind=Kind.ROUTER) if kind in {134, 137} else packet
+
+
+def _is_echo(protocol: int, kind: int) -> bool:
+    return kind in ({0, 8} if protocol == PROTOCOL_ICMP else {128, 129})
+
+
+def _parse_about(packet: Packet) -> Packet:
+    """What an ICMP error is about, as far as its first bytes say."""
+    body = packet.payload[8:]
+    about = _parse_ipv4(body) if packet.protocol == PROTOCOL_ICMP else _parse_ipv6(body)
+    if about.part is Part.LATER:
+        raise _Drop(Reason.DROP_UNRELATED)
+    if about.protocol in PROTOCOLS_WITH_PORTS:
+        ports = struct.unpack(">HH", _read(about.payload, 0, 4))
+        return replace(about, source_port=ports[0], destination_port=ports[1])
+    if about.protocol in {PROTOCOL_ICMP, PROTOCOL_ICMPV6}:
+        header = _read(about.payload, 0, 8)
+        if not _is_echo(about.protocol, header[0]):
+            raise _Drop(Reason.DROP_UNRELATED)
+        return replace(about, source_port=_number(header, 4), destination_port=_number(header, 4))
+    return about

@@ -1,0 +1,483 @@
+"""The shell: the one thread that hears, asks the engine, and does what it says.
+
+    sockets, kernel, timers, people ──> events ──> Engine.handle ──> effects ──> kernel, sockets, people
+
+Rule 1: effects are performed in the engine's order; replies wait only until the next write or the end of the pass, whichever is
+first, so that a batch of questions leaves in one call.
+Rule 2: the clock is read here (CLOCK_BOOTTIME, as the datapath does) and handed in.
+Rule 3: programs are attached by the engine's effect, after everything they read is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import datetime as dt
+import errno
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import IO, NamedTuple
+
+from agent.config import Config, DeniedAnswer, Learn, OnFailure, policy_files
+from agent.control import ControlError
+from agent.control.lock import AgentLock
+from agent.control.listings import Listings, Row, counts
+from agent.control.server import ControlServer
+from agent.core.engine import Engine
+from agent.core.events import (
+    AskerGone,
+    AskUpstream,
+    Attach,
+    Detach,
+    EndpointAdded,
+    Event,
+    Fact,
+    FlowsSeen,
+    Forget,
+    HostAddresses,
+    LastSeen,
+    PassOverFlows,
+    PoliciesChanged,
+    ReadLastSeen,
+    RowsWritten,
+    SendReply,
+    Settled,
+    SourceReported,
+    Tick,
+    WriteRows,
+)
+from agent.core.rules import Policy
+from agent.core.settings import Settings
+from agent.core.types import PROTOCOL_NAMES, Address, Direction, IpcacheKey, Table, Write, text_of
+from agent.datapath.abi import Loss
+from agent.datapath.attach import HookState
+from agent.datapath.datapath import Datapath
+from agent.datapath.datapath import Settings as DatapathSettings
+from agent.datapath.errors import DatapathError
+from agent.datapath.events import DropEvent
+from agent.dns.bounds import Limits
+from agent.dns.sockets import Listeners
+from agent.dns.upstreams import Upstreams
+from agent.dns.wire import Rcode
+from agent.host.interfaces import InterfaceMissing, Interfaces
+from agent.policy.files import read_policies
+from agent.policy.remarks import PolicyError
+
+log = logging.getLogger("namegate")
+
+# Enough to answer "what was dropped just now"; the counters have the rest.
+DROPS_KEPT = 10_000
+# EX_SOFTWARE of sysexits.h: a supervisor starts the agent again.
+EXIT_MISTAKE = 70
+
+
+def now() -> float:
+    """Seconds of CLOCK_BOOTTIME: lifetimes go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def run(config: Config) -> int:
+    """The agent in the foreground until it is told to stop; its exit code."""
+    lock = AgentLock(config.control.socket)
+    try:
+        # Before the datapath: a second agent would replace what the first one enforces with.
+        lock.acquire()
+        policies = read_policies(policy_files(config.policies))
+        interfaces = Interfaces()
+        endpoints = _endpoints(config, interfaces)
+        with contextlib.closing(Datapath.open(DatapathSettings(**dataclasses.asdict(config.datapath)))) as datapath:
+            return asyncio.run(_serve(config, policies, endpoints, interfaces.host_addresses(), datapath, lock))
+    except (ControlError, PolicyError, InterfaceMissing, DatapathError) as error:
+        print(f"namegate: {error}", file=sys.stderr)
+        return 2
+    finally:
+        lock.release()
+
+
+async def _serve(
+    config: Config,
+    policies: Sequence[Policy],
+    endpoints: Sequence[EndpointAdded],
+    host_addresses: frozenset[Address],
+    datapath: Datapath,
+    lock: AgentLock,
+) -> int:
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def stop(exit_code: int) -> None:
+        if not stopped.done():
+            stopped.set_result(exit_code)
+
+    def give_up(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Our own mistake: what the engine holds may be wrong from here. The pinned datapath goes on enforcing."""
+        error = context.get("exception")
+        log.critical("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
+        stop(EXIT_MISTAKE)
+
+    loop.set_exception_handler(give_up)
+    shell = Shell(config, datapath)
+    server = ControlServer(config.control.socket, shell.answer, lock)
+    await server.start()
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop, 0)
+        shell.start(policies, endpoints, host_addresses)
+        return await stopped
+    finally:
+        await server.close()
+        shell.close()
+
+
+def _endpoints(config: Config, interfaces: Interfaces) -> list[EndpointAdded]:
+    endpoints = []
+    for number, endpoint in enumerate(config.endpoints, 1):
+        ifindex = interfaces.ifindex(endpoint.interface)
+        addresses = frozenset(endpoint.addresses) or (
+            interfaces.addresses_on(ifindex) if endpoint.orientation else interfaces.addresses_behind(ifindex)
+        )
+        if not addresses:
+            raise InterfaceMissing(
+                f"{config.file}:{endpoint.line}: {endpoint.interface} needs `addresses`: the host has no route to a single "
+                "address through it"
+            )
+        endpoints.append(
+            EndpointAdded(
+                number,
+                endpoint.interface,
+                ifindex,
+                endpoint.labels,
+                tuple(sorted(addresses)),
+                endpoint.orientation,
+                audit=endpoint.audit,
+                isolated=endpoint.learn is Learn.PER_ENDPOINT,
+            )
+        )
+    return endpoints
+
+
+def _settings(config: Config) -> Settings:
+    dns, limits = config.dns, config.limits
+    return Settings(
+        upstreams=dns.upstreams,
+        denied_rcode=Rcode.REFUSED if dns.denied_answer is DeniedAnswer.REFUSED else Rcode.NXDOMAIN,
+        gate_deadline_s=config.gate.deadline,
+        release_on_failure=config.gate.on_failure is OnFailure.RELEASE,
+        ttl_floor_s=dns.ttl_floor,
+        ttl_cap_s=dns.ttl_cap,
+        keep_while_flow_seen_s=dns.keep_while_flow_seen,
+        keep_past_lifetime_s=dns.keep_past_lifetime,
+        open_questions_max=limits.open_questions,
+        open_questions_per_endpoint_max=limits.open_questions_per_endpoint,
+        held_replies_max=limits.held_replies,
+        names_max=limits.names,
+        addresses_per_name_max=limits.addresses_per_name,
+        identities_max=limits.identities,
+        policy_rows_max=config.datapath.policy_rows,
+        policy_rows_per_set_max=limits.policy_rows_per_set,
+    )
+
+
+class _Fault(NamedTuple):
+    """row: as `Prefix` or a key prints, None for every row of the table."""
+
+    table: Table
+    row: str | None
+    errno: int
+    times: int
+
+
+class Injection:
+    """Faults for the test suites, made where a real kernel would make them: between the engine and the maps."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self._faults: list[_Fault] = []
+
+    def take(self, arguments: Mapping[str, object]) -> None:
+        """fail: {table, errno, times, key}; delay: seconds before each write; clear: no fault any more."""
+        if arguments.get("clear"):
+            self._faults.clear()
+        fail = arguments.get("fail")
+        if isinstance(fail, Mapping):
+            row = fail.get("key")
+            code = getattr(errno, str(fail["errno"]))
+            times = int(str(fail.get("times", 1)))
+            self._faults.append(_Fault(Table(str(fail["table"])), None if row is None else str(row), code, times))
+        if "delay" in arguments:
+            self.delay_s = float(str(arguments["delay"]))
+
+    def error_for(self, write: Write) -> int:
+        for place, fault in enumerate(self._faults):
+            if fault.table is write.table and fault.row in (None, _row_of(write)):
+                if fault.times > 1:
+                    self._faults[place] = fault._replace(times=fault.times - 1)
+                else:
+                    del self._faults[place]
+                return fault.errno
+        return 0
+
+
+def _row_of(write: Write) -> str:
+    return str(write.key.prefix) if isinstance(write.key, IpcacheKey) else repr(write.key)
+
+
+class Shell:
+    def __init__(self, config: Config, datapath: Datapath) -> None:
+        self._config = config
+        self._datapath = datapath
+        self._loop = asyncio.get_running_loop()
+        self._engine = Engine(_settings(config), now(), config.testing.known_bad)
+        limits = Limits(
+            connections_max=config.limits.tcp_connections,
+            connections_per_client_max=config.limits.tcp_connections_per_endpoint,
+        )
+        self._listeners = Listeners(config.datapath.mark, limits=limits)
+        self._upstreams = Upstreams(self._loop, config.datapath.mark, self._take)
+        self._replies: list[tuple[Hashable, bytes]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._tickets: dict[Hashable, asyncio.Future[str | None]] = {}
+        self._drops: collections.deque[Row] = collections.deque(maxlen=DROPS_KEPT)
+        self._injection = Injection()
+        self._trace: IO[str] | None = config.testing.trace.open("w") if config.testing.trace is not None else None
+        self._started_at = dt.datetime.now(dt.UTC)
+
+    def start(self, policies: Sequence[Policy], endpoints: Sequence[EndpointAdded], hosts: frozenset[Address]) -> None:
+        """Begin to hear, then say all that is known at start. The last event attaches the programs."""
+        self._datapath.set_dns_sockets(self._listeners.sockets())
+        self._listeners.start(self._loop, self._take, self._gone)
+        self._loop.add_reader(self._datapath.events_fd, self._read_events)
+        self._take([HostAddresses(hosts), *endpoints, PoliciesChanged(tuple(policies), "start")])
+        self._take([SourceReported("host"), SourceReported("endpoints"), SourceReported("policies")])
+
+    def close(self) -> None:
+        """The kernel goes on enforcing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._datapath.events_fd)
+        self._upstreams.close()
+        self._listeners.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    # --- events in, effects out ------------------------------------------------------------------------------------------
+
+    def _gone(self, gone: AskerGone) -> None:
+        self._take([gone])
+
+    def _take(self, events: Sequence[Event]) -> None:
+        """One pass: all that was heard in one wake-up."""
+        at = now()
+        for event in events:
+            self._engine.handle(event, at)
+            self._perform(at)
+        self._flush()
+        self._arm(at)
+
+    def _perform(self, at: float) -> None:
+        while effects := self._engine.effects():
+            for effect in effects:
+                match effect:
+                    case SendReply():
+                        self._replies.append((effect.asker, effect.message))
+                    case WriteRows():
+                        self._flush()
+                        self._write(effect.writes)
+                    case AskUpstream():
+                        self._upstreams.ask(effect)
+                    case Forget():
+                        self._upstreams.forget(effect.transaction)
+                    case ReadLastSeen():
+                        seen = self._datapath.last_seen(effect.scope, effect.address)
+                        self._engine.handle(LastSeen(effect.scope, effect.address, seen), at)
+                    case PassOverFlows():
+                        self._engine.handle(FlowsSeen(effect.pass_number, self._datapath.flow_identities()), at)
+                    case Attach():
+                        self._attach(effect)
+                    case Detach():
+                        self._datapath.detach(effect)
+                    case Settled():
+                        self._settle(effect)
+                    case Fact():
+                        self._report(effect)
+
+    def _flush(self) -> None:
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._listeners.send(replies)
+
+    def _write(self, writes: tuple[Write, ...]) -> None:
+        if self._injection.delay_s:
+            self._loop.call_later(self._injection.delay_s, self._write_late, writes)
+        else:
+            self._engine.handle(RowsWritten(self._written(writes)), now())
+
+    def _write_late(self, writes: tuple[Write, ...]) -> None:
+        self._take([RowsWritten(self._written(writes))])
+
+    def _written(self, writes: tuple[Write, ...]) -> tuple[tuple[Write, int], ...]:
+        """Each write with the kernel's errno, 0 for done."""
+        errors = {place: error for place, write in enumerate(writes) if (error := self._injection.error_for(write))}
+        made = iter(self._datapath.apply([write for place, write in enumerate(writes) if place not in errors]))
+        results = tuple((write, errors[place] if place in errors else next(made)) for place, write in enumerate(writes))
+        if self._trace is not None:
+            at = time.time_ns()
+            for write, error in results:
+                put = write.value is not None
+                line = {"at_ns": at, "table": write.table, "key": _row_of(write), "put": put, "errno": error}
+                self._trace.write(json.dumps(line) + "\n")
+        return results
+
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._engine.next_deadline()
+        if deadline is not None:
+            self._timer = self._loop.call_later(max(0.0, deadline - at), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._take([Tick()])
+
+    def _attach(self, effect: Attach) -> None:
+        try:
+            self._datapath.attach(effect)
+            log.info("endpoint %d: %s is enforced", effect.endpoint, effect.interface)
+        except DatapathError as error:
+            log.error("endpoint %d: %s is NOT enforced: %s", effect.endpoint, effect.interface, error)
+
+    def _settle(self, effect: Settled) -> None:
+        ticket = self._tickets.pop(effect.ticket, None)
+        if ticket is not None and not ticket.done():
+            ticket.set_result(effect.error)
+        if effect.error is not None:
+            log.error("policies refused: %s", effect.error)
+
+    def _report(self, fact: Fact) -> None:
+        if fact.kind == "question" and fact.fields.get("verdict") == "allowed" and fact.fields.get("outcome") == "released":
+            log.debug("%s", _sentence(fact))
+        else:
+            log.info("%s", _sentence(fact))
+
+    # --- drops -----------------------------------------------------------------------------------------------------------
+
+    def _read_events(self) -> None:
+        listings = Listings(self._engine, now())
+        for event in self._datapath.read_events():
+            self._drops.append(_drop(event, listings))
+
+    # --- people ----------------------------------------------------------------------------------------------------------
+
+    async def answer(self, command: str, arguments: Mapping[str, object]) -> object:
+        """One request of the control socket."""
+        listings = Listings(self._engine, now())
+        shows: dict[str, Callable[[], object]] = {
+            "status": self._status,
+            "endpoints": self._endpoint_rows,
+            "names": listings.names,
+            "selectors": listings.selectors,
+            "identities": listings.identities,
+            "ipcache": listings.ipcache,
+            "policy-map": listings.policy_map,
+            "drops": lambda: list(self._drops),
+        }
+        if command in shows:
+            return shows[command]()
+        if command == "apply":
+            return await self._apply(arguments)
+        if command == "inject" and self._config.testing.enabled:
+            return self._inject(arguments)
+        raise ControlError(f"the agent knows no command `{command}`")
+
+    def _endpoint_rows(self) -> list[Row]:
+        rows = Listings(self._engine, now()).endpoints()
+        for row in rows:
+            added = self._engine.groups.endpoints[int(str(row["endpoint"]))].added
+            row["state"] = _HOOK_STATES[self._datapath.hook_state(added.ifindex, added.orientation)]
+        return rows
+
+    def _status(self) -> Row:
+        """Read from the kernel where the kernel can say it."""
+        listings = Listings(self._engine, now())
+        reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
+        reasons += [f"{row['interface']}: {row['state']}" for row in self._endpoint_rows() if row["state"] != "enforcing"]
+        failed = listings.rows_failed()
+        reasons += [f"{row['table']} row {row['row']}: {row['error']}" for row in failed[:20]]
+        starting = not self._engine.proxy.is_started
+        return {
+            "state": "starting" if starting else "degraded" if reasons else "enforcing",
+            "reasons": reasons,
+            "started_at": self._started_at.isoformat(timespec="seconds"),
+            **counts(self._engine),
+            "dropped": sum(counter.packets for counter in self._datapath.counters() if counter.reason.is_drop),
+            "events_lost": self._datapath.losses()[Loss.EVENT],
+            "rows_failed": failed,
+        }
+
+    async def _apply(self, arguments: Mapping[str, object]) -> Row:
+        files = arguments.get("files")
+        paths = [str(file) for file in files] if isinstance(files, list) else self._config.policies
+        try:
+            policies = tuple(read_policies(policy_files(paths)))
+        except PolicyError as error:
+            raise ControlError(f"refused, the policies in force stay:\n{error}", 1) from None
+        changed = policies != self._engine.groups.policies
+        ticket = object()
+        settled: asyncio.Future[str | None] = self._loop.create_future()
+        self._tickets[ticket] = settled
+        self._take([PoliciesChanged(policies, ticket)])
+        if arguments.get("wait") or settled.done():
+            timeout = float(str(arguments.get("timeout") or 30))
+            try:
+                error_text = await asyncio.wait_for(settled, timeout)
+            except TimeoutError:
+                sentence = f"the policies are not in force after {timeout:g} s: `namegate status` says why"
+                raise ControlError(sentence, 1) from None
+            finally:
+                self._tickets.pop(ticket, None)
+            if error_text is not None:
+                raise ControlError(f"refused, the policies in force stay: {error_text}", 1)
+        return {"policies": len(policies), "changed": changed}
+
+    def _inject(self, arguments: Mapping[str, object]) -> Row:
+        self._injection.take(arguments)
+        if self._trace is not None:
+            self._trace.flush()
+        return {"delay": self._injection.delay_s}
+
+
+_HOOK_STATES = {
+    HookState.FIRST: "enforcing",
+    HookState.NOT_FIRST: "another program comes before ours and may hide it",
+    HookState.ABSENT: "our program is not there: nothing is enforced",
+}
+
+
+def _sentence(fact: Fact) -> str:
+    return f"{fact.kind} " + " ".join(f"{key}={value}" for key, value in fact.fields.items() if value is not None)
+
+
+def _drop(event: DropEvent, listings: Listings) -> Row:
+    is_egress = event.direction is Direction.EGRESS
+    remote = event.destination if is_egress else event.source
+    return {
+        "time": dt.datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        "endpoint": event.endpoint,
+        "reason": event.reason.text,
+        "audited": event.audited,
+        "direction": event.direction.name.lower(),
+        "protocol": PROTOCOL_NAMES.get(event.protocol, str(event.protocol)),
+        "source": text_of(event.source),
+        "destination": text_of(event.destination),
+        "port": event.policy_port,
+        "identity": event.identity,
+        "rule": listings.rule_text(event.cookie) if event.cookie else "no rule",
+        "names": listings.names_on(remote),
+    }

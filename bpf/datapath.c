@@ -1,0 +1,355 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The three programs.
+ *
+ *   from_endpoint   where the interface sees what the endpoint sends (ingress of a veth's host side, egress of an uplink)
+ *   to_endpoint     the other hook of the same interface
+ *   gate            ingress of the interception device: hands what was redirected there to the proxy's sockets
+ *
+ * A packet that may go on leaves with TC_ACT_UNSPEC: TC_ACT_OK would end the chain and hide every program behind ours.
+ * A dropped one leaves with TC_ACT_SHOT or as a refusal on its way back. There is no third way out.
+ *
+ * This file is the edge: all map access is here (BCC rewrites nothing in headers), what is decided from it is in verdict.h.
+ * BCC 0.26 relocates neither globals nor functions, so everything is inlined and nothing is static data.
+ */
+#include <uapi/linux/bpf.h>
+#include <uapi/linux/pkt_cls.h>
+
+#include "abi.h"
+#include "maps.h"
+
+/* The bits of the packet mark that are ours, and what they say. The loader passes what is free on this host. */
+#ifndef MARK_MASK
+#define MARK_MASK 0xf00
+#endif
+#ifndef MARK_AGENT
+#define MARK_AGENT 0xa00
+#endif
+#ifndef MARK_ANSWER
+#define MARK_ANSWER 0xb00
+#endif
+
+static __always_inline int load_bytes(void *ctx, __u32 offset, void *to, __u32 n)
+{
+	return bpf_skb_load_bytes(ctx, offset, to, n) < 0;
+}
+
+/* --- the tables, as verdict.h wants them -------------------------------------------------------------------------- */
+
+static __always_inline __u32 find_identity(__u32 scope, const struct address *address, __u8 family)
+{
+	u32 *identity;
+
+	if (family == 4) {
+		struct ipcache4_key key = {};
+
+		key.prefixlen = IPCACHE_PREFIX_FIXED + 32;
+		key.scope = scope;
+		key.address = address->words[3];
+		identity = ipcache4.lookup(&key);
+	} else {
+		struct ipcache6_key key = {};
+
+		key.prefixlen = IPCACHE_PREFIX_FIXED + 128;
+		key.scope = scope;
+		key.address = *address;
+		identity = ipcache6.lookup(&key);
+	}
+	return identity ? *identity : 0;
+}
+
+static __always_inline const struct policy_value *find_policy(__u32 set, __u32 identity, __u8 direction, __u8 protocol,
+							      __be16 port)
+{
+	struct policy_key key = {};
+
+	key.prefixlen = POLICY_PREFIX_FULL;
+	key.set = set;
+	key.identity = identity;
+	key.direction = direction;
+	key.protocol = protocol;
+	key.port = port;
+	return policy.lookup(&key);
+}
+
+static __always_inline struct flow_value *find_flow(const struct flow_key *key)
+{
+	return flows.lookup((struct flow_key *)key);
+}
+
+static __always_inline void note_loss(__u32 loss)
+{
+	u64 *times = lost.lookup(&loss);
+
+	if (times)
+		*times += 1;
+}
+
+static __always_inline void put_flow(const struct flow_key *key, struct flow_value *value)
+{
+	if (flows.update((struct flow_key *)key, value))
+		note_loss(LOST_FLOW);
+}
+
+static __always_inline const struct fragment_value *find_fragment(struct fragment_key *key)
+{
+	return fragments.lookup(key);
+}
+
+static __always_inline void put_fragment(struct fragment_key *key, struct fragment_value *value)
+{
+	fragments.update(key, value);
+}
+
+static __always_inline void put_last_seen(__u32 scope, const struct address *address, __u64 now)
+{
+	struct last_seen_key key = {};
+
+	key.scope = scope;
+	key.address = *address;
+	last_seen.update(&key, &now);
+}
+
+static __always_inline int is_own_address(__u32 endpoint, const struct address *address)
+{
+	struct own_address_key key = {};
+
+	key.endpoint = endpoint;
+	key.address = *address;
+	return own_addresses.lookup(&key) != 0;
+}
+
+#include "verdict.h"
+
+/* --- counting and telling ----------------------------------------------------------------------------------------- */
+
+/* One of two processors that meet a new key at once loses the race to insert it, and finds it then. */
+static __always_inline void count(__u32 endpoint, __u32 reason, __u32 bytes)
+{
+	struct counter_key key = {};
+	struct counter_value *value, zero = {};
+
+	key.endpoint = endpoint;
+	key.reason = reason;
+	value = counters.lookup(&key);
+	if (!value) {
+		counters.insert(&key, &zero);
+		value = counters.lookup(&key);
+	}
+	if (!value) {
+		note_loss(LOST_COUNTER);
+		return;
+	}
+	value->packets += 1;
+	value->bytes += bytes;
+}
+
+static __always_inline void count_rule(__u32 cookie, __u32 bytes)
+{
+	struct counter_value *value, zero = {};
+
+	if (!cookie)
+		return;
+	value = rules.lookup(&cookie);
+	if (!value) {
+		rules.insert(&cookie, &zero);
+		value = rules.lookup(&cookie);
+	}
+	if (!value) {
+		note_loss(LOST_COUNTER);
+		return;
+	}
+	value->packets += 1;
+	value->bytes += bytes;
+}
+
+static __always_inline void tell(struct __sk_buff *skb, const struct packet *p, __u32 endpoint, __u8 direction,
+				 const struct decision *d)
+{
+	struct event *event = events.ringbuf_reserve(sizeof(*event));
+
+	if (!event) {
+		note_loss(LOST_EVENT);
+		return;
+	}
+	event->at = bpf_ktime_get_boot_ns();
+	event->endpoint = endpoint;
+	event->ifindex = skb->ifindex;
+	event->identity = d->identity;
+	event->cookie = d->cookie;
+	event->length = skb->len;
+	event->policy_port = p->policy_port;
+	event->reason = d->reason;
+	event->audited = d->audited;
+	event->source = p->tuple.source;
+	event->destination = p->tuple.destination;
+	event->source_port = p->tuple.source_port;
+	event->destination_port = p->tuple.destination_port;
+	event->protocol = p->tuple.protocol;
+	event->direction = direction;
+	event->pad[0] = 0;
+	event->pad[1] = 0;
+	events.ringbuf_submit(event, 0);
+}
+
+/* --- from and to an endpoint -------------------------------------------------------------------------------------- */
+
+static __always_inline __u32 socket_key(const struct packet *p)
+{
+	return (p->family == 6 ? 2 : 0) | (p->tuple.protocol == PROTOCOL_TCP ? 1 : 0);
+}
+
+/*
+ * Hands the packet to the interception device, where gate() finds its socket. Not here: at egress the kernel refuses
+ * bpf_sk_assign, and at a bridge port br_netfilter would take the socket away again.
+ *
+ * Looking for the listener first makes a question nobody can answer fail like any denied packet, at once, instead of
+ * vanishing behind the device. Returns the reason, and the action where the packet goes.
+ */
+static __always_inline __u8 redirect(struct __sk_buff *skb, const struct packet *p, int *action)
+{
+	u32 key = socket_key(p), index = SETTING_GATE_IFINDEX;
+	struct bpf_sock *listener;
+	u32 *gate_ifindex;
+
+	gate_ifindex = settings.lookup(&index);
+	if (!gate_ifindex || !*gate_ifindex)
+		return DROP_NO_GATE;
+	listener = (struct bpf_sock *)dns_sockets.lookup(&key);
+	if (!listener)
+		return DROP_NO_SOCKET;
+	bpf_sk_release(listener);
+	bpf_skb_change_type(skb, 0); /* PACKET_HOST, or the stack would not look at it */
+	*action = bpf_redirect(*gate_ifindex, BPF_F_INGRESS);
+	return PASS_REDIRECT;
+}
+
+/*
+ * Who sent it, for packets on their way to an endpoint. The mark alone proves nothing: a packet that is forwarded may have
+ * been given any. One that comes from a socket of this host was marked by somebody with CAP_NET_ADMIN; one that goes back out
+ * of the interface it came in by, under a mark that the other side of a veth cannot set, was turned round by us.
+ */
+static __always_inline __u8 origin_of(struct __sk_buff *skb)
+{
+	if ((skb->mark & MARK_MASK) == MARK_AGENT && skb->sk)
+		return ORIGIN_AGENT;
+	if ((skb->mark & MARK_MASK) == MARK_ANSWER && skb->ingress_ifindex == skb->ifindex)
+		return ORIGIN_ANSWER;
+	return ORIGIN_WIRE;
+}
+
+static __always_inline int police(struct __sk_buff *skb, __u8 direction)
+{
+	u32 ifindex = skb->ifindex, length = skb->len;
+	struct packet p = {};
+	struct decision d = {};
+	struct endpoint_value *endpoint_row, e = {};
+	struct group_value *group_row, g = {};
+	int action = TC_ACT_UNSPEC;
+
+	/* 1. Read at once: a row that is replaced may be used for another key a moment later. */
+	endpoint_row = endpoints.lookup(&ifindex);
+	if (!endpoint_row) {
+		d.reason = DROP_NO_ENDPOINT;
+		count(ENDPOINT_NONE, d.reason, length);
+		tell(skb, &p, ENDPOINT_NONE, direction, &d);
+		return TC_ACT_SHOT;
+	}
+	e = *endpoint_row;
+	group_row = groups.lookup(&e.group);
+	if (!group_row) {
+		d.reason = DROP_NO_GROUP;
+		count(e.endpoint, d.reason, length);
+		tell(skb, &p, e.endpoint, direction, &d);
+		return TC_ACT_SHOT;
+	}
+	g = *group_row;
+
+	p.vlan_tags = skb->vlan_present ? 1 : 0;
+	if (direction == DIRECTION_INGRESS)
+		p.origin = origin_of(skb);
+	decide(skb, &p, &e, &g, direction, bpf_ktime_get_boot_ns(), &d);
+	if (d.reason == PASS_REDIRECT) {
+		d.reason = redirect(skb, &p, &action);
+		d.audited = d.reason >= DROP_FIRST && g.audit;
+	}
+	count(e.endpoint, d.audited ? PASS_AUDIT : d.reason, length);
+	count_rule(d.cookie, length);
+	if (d.reason < DROP_FIRST)
+		return action;
+	tell(skb, &p, e.endpoint, direction, &d);
+	if (d.audited)
+		return TC_ACT_UNSPEC;
+	return TC_ACT_SHOT;
+}
+
+int from_endpoint(struct __sk_buff *skb)
+{
+	return police(skb, DIRECTION_EGRESS);
+}
+
+int to_endpoint(struct __sk_buff *skb)
+{
+	return police(skb, DIRECTION_INGRESS);
+}
+
+/* --- the interception device -------------------------------------------------------------------------------------- */
+
+/*
+ * An established connection gets its own socket, as the stack would find it; a new one, and every datagram, the listener.
+ * A SYN for a connection in TIME_WAIT opens a new one (RFC 6191).
+ */
+static __always_inline __u8 assign_socket(struct __sk_buff *skb, const struct packet *p)
+{
+	struct bpf_sock *sk = 0;
+	u32 key = socket_key(p);
+	long failed;
+
+	if (p->tuple.protocol == PROTOCOL_TCP) {
+		struct bpf_sock_tuple t = {};
+
+		if (p->family == 6) {
+			__builtin_memcpy(t.ipv6.saddr, &p->tuple.source, 16);
+			__builtin_memcpy(t.ipv6.daddr, &p->tuple.destination, 16);
+			t.ipv6.sport = p->tuple.source_port;
+			t.ipv6.dport = p->tuple.destination_port;
+			sk = bpf_skc_lookup_tcp(skb, &t, sizeof(t.ipv6), BPF_F_CURRENT_NETNS, 0);
+		} else {
+			t.ipv4.saddr = p->tuple.source.words[3];
+			t.ipv4.daddr = p->tuple.destination.words[3];
+			t.ipv4.sport = p->tuple.source_port;
+			t.ipv4.dport = p->tuple.destination_port;
+			sk = bpf_skc_lookup_tcp(skb, &t, sizeof(t.ipv4), BPF_F_CURRENT_NETNS, 0);
+		}
+		if (sk && (sk->state == BPF_TCP_LISTEN || (sk->state == BPF_TCP_TIME_WAIT && is_opening(p)))) {
+			bpf_sk_release(sk);
+			sk = 0;
+		}
+	}
+	if (!sk)
+		sk = (struct bpf_sock *)dns_sockets.lookup(&key);
+	if (!sk)
+		return DROP_NO_SOCKET;
+	failed = bpf_sk_assign(skb, sk, 0);
+	bpf_sk_release(sk);
+	return failed ? DROP_NOT_ASSIGNED : PASS_REDIRECT;
+}
+
+int gate(struct __sk_buff *skb)
+{
+	struct packet p = {};
+	struct decision d = {};
+	u32 length = skb->len;
+
+	bpf_skb_change_type(skb, 0); /* the frame is addressed to whoever the endpoint takes for its router */
+	d.reason = (__u8)parse_frame(skb, &p);
+	if (!d.reason && (p.part != PART_WHOLE || (p.tuple.protocol != PROTOCOL_TCP && p.tuple.protocol != PROTOCOL_UDP)))
+		d.reason = DROP_NOT_FOR_GATE;
+	if (!d.reason)
+		d.reason = assign_socket(skb, &p);
+	if (d.reason == PASS_REDIRECT)
+		return TC_ACT_UNSPEC;
+	count(ENDPOINT_NONE, d.reason, length);
+	tell(skb, &p, ENDPOINT_NONE, DIRECTION_EGRESS, &d);
+	return TC_ACT_SHOT;
+}

@@ -1,0 +1,433 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * From a frame to what is judged.
+ *
+ * Pure: the frame is read only through load_bytes(), which the including file defines: the kernel's function in the program,
+ * a bounds-checked copy in the native build. Whatever cannot be read in full is dropped, never guessed.
+ *
+ * What a packet is decides how it is judged, so it is said once, here (enum kind). A later fragment carries no ports; the
+ * verdict fills them in from its first.
+ */
+#ifndef NAMEGATE_PARSE_H
+#define NAMEGATE_PARSE_H
+
+#include "abi.h"
+
+#ifdef __BYTE_ORDER__
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define TO_NET16(x) ((__be16)__builtin_bswap16((__u16)(x)))
+#define TO_NET32(x) ((__be32)__builtin_bswap32((__u32)(x)))
+#else
+#define TO_NET16(x) ((__be16)(x))
+#define TO_NET32(x) ((__be32)(x))
+#endif
+#endif
+#define FROM_NET16(x) ((__u16)TO_NET16(x))
+
+/* The verifier of Linux 5.15 follows a loop only as far as it can see its end; unrolled there is nothing to see. */
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL
+#endif
+
+#define VLAN_TAGS_MAX 2
+#define FRAGMENT_OVER_TCP_FLAGS 1 /* RFC 3128: at this offset it would write over the flags judged in the first one */
+#define EXTENSION_HEADERS_MAX 8 /* DECISIONS 18; a sender has no honest use for more */
+
+/* IANA numbers under our own names: <linux/in.h> and <linux/if_ether.h> differ between the two builds. */
+#define ETHERTYPE_IPV4 0x0800
+#define ETHERTYPE_ARP 0x0806
+#define ETHERTYPE_VLAN 0x8100
+#define ETHERTYPE_IPV6 0x86dd
+#define ETHERTYPE_QINQ 0x88a8
+
+#define PROTOCOL_HOP_BY_HOP 0
+#define PROTOCOL_ICMP 1
+#define PROTOCOL_TCP 6
+#define PROTOCOL_UDP 17
+#define PROTOCOL_ROUTING 43
+#define PROTOCOL_FRAGMENT 44
+#define PROTOCOL_AUTHENTICATION 51
+#define PROTOCOL_ICMPV6 58
+#define PROTOCOL_NO_NEXT 59
+#define PROTOCOL_DESTINATION 60
+#define PROTOCOL_SCTP 132
+
+#define TCP_FIN 0x01
+#define TCP_SYN 0x02
+#define TCP_RST 0x04
+#define TCP_ACK 0x10
+
+enum kind {
+	KIND_FLOW = 0,      /* belongs to a flow: ports, an echo, or a protocol without ports */
+	KIND_SINGLE = 1,    /* any other ICMP message: judged alone */
+	KIND_ERROR = 2,     /* ICMP error: judged by the flow it is about */
+	KIND_ARP = 3,
+	KIND_NEIGHBOUR = 4, /* neighbour discovery or MLD */
+	KIND_ROUTER = 5,    /* a message only a router may send: advertisement, redirect */
+};
+
+enum part {
+	PART_WHOLE = 0,
+	PART_FIRST = 1,
+	PART_LATER = 2,
+};
+
+struct tuple {
+	struct address source;
+	struct address destination;
+	__be16 source_port;
+	__be16 destination_port;
+	__u8 protocol;
+	__u8 pad[3];
+};
+
+struct packet {
+	struct tuple tuple;
+	struct tuple about;   /* KIND_ERROR: of the packet that caused it. ARP, neighbour: .source is the address claimed */
+	__u32 transport;      /* where the transport header begins */
+	__u32 fragment_id;
+	__be16 policy_port;
+	__u8 kind;
+	__u8 family;          /* 4 or 6; 0 for ARP */
+	__u8 part;
+	__u8 next;            /* protocol field all fragments share */
+	__u8 tcp_flags;
+	__u8 vlan_tags;
+	__u8 origin;          /* set by the hook, see verdict.h */
+	__u16 place;          /* of a fragment, in units of 8 bytes */
+	__u8 plain;           /* no VLAN, no IPv4 option, no extension header: its refusal is easy to build */
+	__u8 pad[3];
+};
+
+static __always_inline void map_address(struct address *to, __be32 v4)
+{
+	to->words[0] = 0;
+	to->words[1] = 0;
+	to->words[2] = TO_NET32(0xffff);
+	to->words[3] = v4;
+}
+
+static __always_inline int is_mapped(const struct address *a)
+{
+	return !a->words[0] && !a->words[1] && a->words[2] == TO_NET32(0xffff);
+}
+
+static __always_inline int has_ports(__u8 protocol)
+{
+	return protocol == PROTOCOL_TCP || protocol == PROTOCOL_UDP || protocol == PROTOCOL_SCTP;
+}
+
+/* ICMP's echo and its errors; every other type of either family is a KIND_SINGLE, or below. RFC 792, RFC 4443. */
+static __always_inline int is_echo(__u8 protocol, __u8 type)
+{
+	return protocol == PROTOCOL_ICMP ? type == 8 || type == 0 : type == 128 || type == 129;
+}
+
+static __always_inline int is_error(__u8 protocol, __u8 type)
+{
+	return protocol == PROTOCOL_ICMP ? type == 3 || type == 11 || type == 12 : type >= 1 && type <= 4;
+}
+
+/* Returns 0 or why it must be dropped. */
+static __always_inline int parse_icmp(void *ctx, struct packet *p)
+{
+	__u8 header[8];
+	__u8 type;
+
+	if (load_bytes(ctx, p->transport, header, sizeof(header)))
+		return DROP_MALFORMED;
+	type = header[0];
+	p->policy_port = TO_NET16(type);
+	if (is_echo(p->tuple.protocol, type)) {
+		__builtin_memcpy(&p->tuple.source_port, header + 4, 2);
+		p->tuple.destination_port = p->tuple.source_port;
+		return 0;
+	}
+	p->kind = KIND_SINGLE;
+	if (is_error(p->tuple.protocol, type))
+		p->kind = KIND_ERROR;
+	if (p->tuple.protocol != PROTOCOL_ICMPV6)
+		return 0;
+	if (type == 133 || type == 135 || (type >= 130 && type <= 132) || type == 143)
+		p->kind = KIND_NEIGHBOUR;
+	if (type == 134 || type == 137)
+		p->kind = KIND_ROUTER;
+	if (type == 136) { /* RFC 4861 4.4: the address advertised stands behind the flags */
+		p->kind = KIND_NEIGHBOUR;
+		if (load_bytes(ctx, p->transport + 8, &p->about.source, 16))
+			return DROP_MALFORMED;
+	}
+	return 0;
+}
+
+static __always_inline int parse_transport(void *ctx, struct packet *p)
+{
+	__u8 protocol = p->tuple.protocol;
+
+	if (p->part == PART_LATER) /* its ports are known from the first one, or it is dropped */
+		return protocol == PROTOCOL_TCP && p->place == FRAGMENT_OVER_TCP_FLAGS ? DROP_FRAGMENT : 0;
+	if (has_ports(protocol)) {
+		__be16 ports[4]; /* UDP's whole header, and less than TCP's or SCTP's */
+
+		if (load_bytes(ctx, p->transport, ports, sizeof(ports)))
+			return DROP_MALFORMED;
+		p->tuple.source_port = ports[0];
+		p->tuple.destination_port = ports[1];
+		p->policy_port = ports[1];
+		if (protocol == PROTOCOL_TCP) {
+			__u8 rest[12];
+
+			if (load_bytes(ctx, p->transport + 8, rest, sizeof(rest)))
+				return DROP_MALFORMED;
+			p->tcp_flags = rest[5];
+		}
+		return 0;
+	}
+	if ((protocol == PROTOCOL_ICMP && p->family == 4) || (protocol == PROTOCOL_ICMPV6 && p->family == 6))
+		return parse_icmp(ctx, p);
+	return 0; /* a flow without ports */
+}
+
+/* What the embedded packet of an ICMP error was; only its first 8 transport bytes are promised (RFC 792). */
+static __always_inline int parse_about_transport(void *ctx, __u32 offset, struct tuple *about)
+{
+	if (has_ports(about->protocol)) {
+		if (load_bytes(ctx, offset, &about->source_port, 4))
+			return DROP_MALFORMED;
+		return 0;
+	}
+	if (about->protocol == PROTOCOL_ICMP || about->protocol == PROTOCOL_ICMPV6) {
+		__u8 header[8];
+
+		if (load_bytes(ctx, offset, header, sizeof(header)))
+			return DROP_MALFORMED;
+		if (!is_echo(about->protocol, header[0]))
+			return DROP_UNRELATED;
+		__builtin_memcpy(&about->source_port, header + 4, 2);
+		about->destination_port = about->source_port;
+	}
+	return 0;
+}
+
+struct ipv4_fields {
+	__u32 transport;
+	__be16 id;
+	__u16 fragment; /* flags and offset */
+};
+
+static __always_inline int parse_ipv4_header(void *ctx, __u32 offset, struct tuple *t, struct ipv4_fields *fields)
+{
+	__u8 header[20];
+	__be32 address;
+	__be16 word;
+
+	if (load_bytes(ctx, offset, header, sizeof(header)))
+		return DROP_MALFORMED;
+	if (header[0] >> 4 != 4 || (header[0] & 15) < 5)
+		return DROP_MALFORMED;
+	__builtin_memcpy(&address, header + 12, 4);
+	map_address(&t->source, address);
+	__builtin_memcpy(&address, header + 16, 4);
+	map_address(&t->destination, address);
+	t->protocol = header[9];
+	__builtin_memcpy(&fields->id, header + 4, 2);
+	__builtin_memcpy(&word, header + 6, 2);
+	fields->fragment = FROM_NET16(word);
+	fields->transport = offset + (header[0] & 15) * 4;
+	return 0;
+}
+
+#define IPV4_MORE_FRAGMENTS 0x2000
+#define IPV4_FRAGMENT_OFFSET 0x1fff
+
+static __always_inline int parse_ipv4(void *ctx, __u32 offset, struct packet *p)
+{
+	struct ipv4_fields fields = {};
+	int reason = parse_ipv4_header(ctx, offset, &p->tuple, &fields);
+
+	if (reason)
+		return reason;
+	p->family = 4;
+	p->transport = fields.transport;
+	p->plain = p->vlan_tags == 0 && fields.transport == offset + 20;
+	if (fields.fragment & (IPV4_MORE_FRAGMENTS | IPV4_FRAGMENT_OFFSET)) {
+		p->place = fields.fragment & IPV4_FRAGMENT_OFFSET;
+		p->part = p->place ? PART_LATER : PART_FIRST;
+		p->fragment_id = fields.id;
+		p->next = p->tuple.protocol;
+	}
+	return parse_transport(ctx, p);
+}
+
+struct ipv6_chain {
+	__u32 offset;   /* in: of the first header behind the fixed one; out: of the transport header */
+	__u32 fragment_id;
+	__u8 protocol;  /* in: what the fixed header names; out: the transport protocol */
+	__u8 part;
+	__u8 next;
+	__u8 walked;
+	__u16 place;
+};
+
+static __always_inline int is_extension(__u8 protocol)
+{
+	return protocol == PROTOCOL_HOP_BY_HOP || protocol == PROTOCOL_ROUTING || protocol == PROTOCOL_FRAGMENT ||
+	       protocol == PROTOCOL_AUTHENTICATION || protocol == PROTOCOL_DESTINATION;
+}
+
+/* RFC 8200 section 4. Stops at a later fragment: what stands behind its fragment header is payload. */
+static __always_inline int walk_extensions(void *ctx, struct ipv6_chain *chain)
+{
+	UNROLL
+	for (int i = 0; i < EXTENSION_HEADERS_MAX; i++) {
+		__u8 header[8];
+
+		if (!is_extension(chain->protocol))
+			break;
+		if (load_bytes(ctx, chain->offset, header, sizeof(header)))
+			return DROP_MALFORMED;
+		chain->walked = 1;
+		if (chain->protocol == PROTOCOL_FRAGMENT) {
+			__u16 place = (__u16)(header[2] << 8 | header[3]);
+
+			if (chain->part != PART_WHOLE)
+				return DROP_MALFORMED;
+			chain->offset += 8;
+			chain->protocol = header[0];
+			chain->next = header[0];
+			__builtin_memcpy(&chain->fragment_id, header + 4, 4);
+			chain->place = place >> 3;
+			if (chain->place) {
+				chain->part = PART_LATER;
+				return 0;
+			}
+			if (place & 1) /* neither: an atomic fragment, RFC 6946, is a whole packet */
+				chain->part = PART_FIRST;
+			continue;
+		}
+		chain->offset += chain->protocol == PROTOCOL_AUTHENTICATION ? (header[1] + 2) * 4 : (header[1] + 1) * 8;
+		chain->protocol = header[0];
+	}
+	if (is_extension(chain->protocol) || chain->protocol == PROTOCOL_NO_NEXT)
+		return DROP_EXTENSIONS;
+	return 0;
+}
+
+static __always_inline int parse_ipv6_header(void *ctx, __u32 offset, struct tuple *t, struct ipv6_chain *chain)
+{
+	__u8 start[8];
+
+	if (load_bytes(ctx, offset, start, sizeof(start)))
+		return DROP_MALFORMED;
+	if (start[0] >> 4 != 6)
+		return DROP_MALFORMED;
+	if (load_bytes(ctx, offset + 8, &t->source, 32))
+		return DROP_MALFORMED;
+	/* On the wire nothing is v4-mapped (RFC 6890 table 20); in our keys it is IPv4, and must not be claimed from here. */
+	if (is_mapped(&t->source) || is_mapped(&t->destination))
+		return DROP_MALFORMED;
+	chain->protocol = start[6];
+	chain->offset = offset + 40;
+	return walk_extensions(ctx, chain);
+}
+
+static __always_inline int parse_ipv6(void *ctx, __u32 offset, struct packet *p)
+{
+	struct ipv6_chain chain = {};
+	int reason = parse_ipv6_header(ctx, offset, &p->tuple, &chain);
+
+	if (reason)
+		return reason;
+	p->family = 6;
+	p->tuple.protocol = chain.protocol;
+	p->transport = chain.offset;
+	p->part = chain.part;
+	p->fragment_id = chain.fragment_id;
+	p->next = chain.next;
+	p->place = chain.place;
+	p->plain = p->vlan_tags == 0 && !chain.walked;
+	return parse_transport(ctx, p);
+}
+
+/* Fills `about` of an ICMP error. A later fragment in it says nothing of ports, so it is about no flow we could name. */
+static __always_inline int parse_about(void *ctx, struct packet *p)
+{
+	__u32 offset = p->transport + 8;
+	struct tuple *about = &p->about;
+	int reason;
+
+	if (p->family == 4) {
+		struct ipv4_fields fields = {};
+
+		reason = parse_ipv4_header(ctx, offset, about, &fields);
+		if (reason)
+			return reason;
+		if (fields.fragment & IPV4_FRAGMENT_OFFSET)
+			return DROP_UNRELATED;
+		offset = fields.transport;
+	} else {
+		struct ipv6_chain chain = {};
+
+		reason = parse_ipv6_header(ctx, offset, about, &chain);
+		if (reason)
+			return reason;
+		if (chain.part == PART_LATER)
+			return DROP_UNRELATED;
+		about->protocol = chain.protocol;
+		offset = chain.offset;
+	}
+	return parse_about_transport(ctx, offset, about);
+}
+
+/* RFC 826 for Ethernet and IPv4, which is all there is. */
+static __always_inline int parse_arp(void *ctx, __u32 offset, struct packet *p)
+{
+	__u8 header[28];
+	__be32 sender;
+
+	if (load_bytes(ctx, offset, header, sizeof(header)))
+		return DROP_MALFORMED;
+	if (header[0] || header[1] != 1 || header[2] != 8 || header[3] || header[4] != 6 || header[5] != 4)
+		return DROP_MALFORMED;
+	__builtin_memcpy(&sender, header + 14, 4);
+	map_address(&p->tuple.source, sender);
+	__builtin_memcpy(&sender, header + 24, 4);
+	map_address(&p->tuple.destination, sender);
+	p->kind = KIND_ARP;
+	return 0;
+}
+
+/*
+ * p must be zero but for origin and vlan_tags (the tag the network card took off). Returns 0 or why it must be dropped; then
+ * p holds as much as was read.
+ */
+static __always_inline int parse_frame(void *ctx, struct packet *p)
+{
+	__u32 offset = 12;
+	__be16 ethertype;
+
+	if (load_bytes(ctx, offset, &ethertype, 2))
+		return DROP_MALFORMED;
+	UNROLL
+	for (int i = 0; i <= VLAN_TAGS_MAX; i++) {
+		if (ethertype != TO_NET16(ETHERTYPE_VLAN) && ethertype != TO_NET16(ETHERTYPE_QINQ))
+			break;
+		if (++p->vlan_tags > VLAN_TAGS_MAX)
+			return DROP_VLAN;
+		offset += 4;
+		if (load_bytes(ctx, offset, &ethertype, 2))
+			return DROP_MALFORMED;
+	}
+	offset += 2;
+	if (ethertype == TO_NET16(ETHERTYPE_IPV4))
+		return parse_ipv4(ctx, offset, p);
+	if (ethertype == TO_NET16(ETHERTYPE_IPV6))
+		return parse_ipv6(ctx, offset, p);
+	if (ethertype == TO_NET16(ETHERTYPE_ARP))
+		return parse_arp(ctx, offset, p);
+	return DROP_ETHERTYPE;
+}
+
+#endif

@@ -1,0 +1,68 @@
+"""The command line of scripts/bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.bench import BENCHES
+from tests.bench.harness import Result, as_text, machine, measure
+
+
+def main() -> int:
+    known = {bench.name: bench for bench in BENCHES}
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description="Measure contestants side by side: interleaved rounds, medians with ranges, ratios within one run.",
+        epilog="examples: scripts/bench --list; scripts/bench wire --rounds 31 --json wire.json; sudo scripts/bench",
+    )
+    parser.add_argument("names", metavar="BENCH", nargs="*", help="which (default: all that can run here)")
+    parser.add_argument("--list", action="store_true", help="what there is")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each race (default: 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for bench in BENCHES:
+            print(f"{bench.name:<12} {bench.question}{' (needs root)' if bench.needs_root else ''}")
+        return 0
+    if arguments.rounds < 1:
+        parser.error("--rounds is at least 1")
+    if unknown := [name for name in arguments.names if name not in known]:
+        parser.error(f"there is no bench {unknown[0]!r}: there are {', '.join(known)}")
+    chosen = [known[name] for name in arguments.names] or list(BENCHES)
+    is_root = os.geteuid() == 0
+    if arguments.names and not is_root and (blocked := [bench.name for bench in chosen if bench.needs_root]):
+        print(f"bench: {blocked[0]} needs root: sudo scripts/bench {blocked[0]}", file=sys.stderr)
+        return 2
+
+    before = machine()
+    print(f"{before['cpu']}, {before['processors']} processors, kernel {before['kernel']}, Python {before['python']}")
+    print(f"load average {before['load_average']}; CPU time of this process, median (smallest to largest round)\n")
+    results: dict[str, list[Result]] = {}
+    for bench in chosen:
+        if bench.needs_root and not is_root:
+            print(f"{bench.name}: not run, needs root\n")
+            continue
+        with bench.races() as races:
+            results[bench.name] = []
+            for race in races:
+                result = measure(race, arguments.rounds)
+                results[bench.name].append(result)
+                print(as_text(result), end="\n\n", flush=True)
+    if arguments.json:
+        document = {
+            "machine": before,
+            "load_average_after": machine()["load_average"],
+            "unit": "nanoseconds of CPU time",
+            "benches": {name: [asdict(result) for result in found] for name, found in results.items()},
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Measures contestants side by side, so that a figure can be believed on a machine that does other things as well.
+
+Rule 1: contestants of a race take turns, round by round, in an order that moves: what disturbs one disturbs its rivals too.
+Rule 2: a figure stands beside that of a floor or a peer from the same round; only their ratio may be compared between machines.
+Rule 3: the median is given with the smallest and the largest round. A range that is wide says that the run is worth little.
+Rule 4: time is this process's CPU time, the kernel's work for it included: waiting for a busy core is nobody's cost.
+Rule 5: a race first lets its contestants show that they do the same work (the bench's own assertion), then measures.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+# Long enough that reading the clock is nothing beside it, short enough that many rounds fit between two disturbances.
+ROUND_NS = 20_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """name: as in the table. run: does the work that many times."""
+
+    name: str
+    run: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """reference: the contestant (floor or peer) that the others are divided by."""
+
+    title: str
+    reference: str
+    contestants: Sequence[Contestant]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """races: opens what the bench needs, gives its races, closes it again."""
+
+    name: str
+    question: str
+    races: Callable[[], AbstractContextManager[Sequence[Race]]]
+    needs_root: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One contestant's line: nanoseconds of one piece of work, and how many times the reference's that is, round by round."""
+
+    name: str
+    ns: Spread
+    ratio: Spread
+    is_reference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    title: str
+    rounds: int
+    standings: tuple[Standing, ...]
+
+
+def measure(race: Race, rounds: int, clock: Callable[[], int] = time.process_time_ns) -> Result:
+    """Run the race."""
+    counts = {contestant.name: _count_for_a_round(contestant, clock) for contestant in race.contestants}
+    ns_by_name: dict[str, list[float]] = {name: [] for name in counts}
+    for turn in range(rounds):
+        start = turn % len(race.contestants)
+        for contestant in [*race.contestants[start:], *race.contestants[:start]]:
+            count = counts[contestant.name]
+            with _no_collector():
+                began = clock()
+                contestant.run(count)
+                ended = clock()
+            ns_by_name[contestant.name].append((ended - began) / count)
+    reference = ns_by_name[race.reference]
+    standings = tuple(
+        Standing(
+            name,
+            Spread.of(ns),
+            Spread.of([mine / theirs for mine, theirs in zip(ns, reference, strict=True)]),
+            name == race.reference,
+        )
+        for name, ns in ns_by_name.items()
+    )
+    return Result(race.title, rounds, standings)
+
+
+def _count_for_a_round(contestant: Contestant, clock: Callable[[], int]) -> int:
+    """How often the work fits into a round; this is also the warm-up."""
+    count = 1
+    while True:
+        began = clock()
+        contestant.run(count)
+        spent = clock() - began
+        if spent >= ROUND_NS // 4:
+            return max(1, count * ROUND_NS // spent)
+        count *= 4
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """A pass of the collector would fall on whoever happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def machine() -> dict[str, object]:
+    """Where the figures were taken: a figure without its machine says nothing."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {
+        "cpu": cpu,
+        "processors": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def as_text(result: Result) -> str:
+    """A table of 80 columns: nanoseconds and ratio, each as median (smallest to largest)."""
+    lines = [f"{result.title}  ({result.rounds} rounds)", f"  {'':<20}{'ns':>9} {'(range)':<24}{'ratio':>7} (range)"]
+    for s in result.standings:
+        spread = f"({s.ns.smallest:,.0f} to {s.ns.largest:,.0f})"
+        ratio = "reference" if s.is_reference else f"{s.ratio.median:7.3f} ({s.ratio.smallest:.3f} to {s.ratio.largest:.3f})"
+        lines.append(f"  {s.name:<20}{s.ns.median:>9,.0f} {spread:<24}{ratio:>9}")
+    return "\n".join(lines)

@@ -1,0 +1,232 @@
+"""Three judges of one packet, behind one face: the Python model, the native build, the program in the kernel.
+
+A case is put to each of them with the same rows and the same frames, and each must say the same.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Final, Protocol
+
+import pytest
+
+from agent.core.types import Direction, Write
+from agent.datapath import abi, loader, maps, syscall
+from agent.datapath.abi import Reason
+from agent.datapath.model import NS, Model, Origin
+
+IFINDEX: Final = 1  # test runs need an interface that exists everywhere; nothing is sent through it
+MARK_AGENT, MARK_ANSWER = 0xA00, 0xB00
+_SK_BUFF_SIZE: Final = 192
+_ACTION_PASS, _ACTION_DROP, _ACTION_REDIRECT = -1, 2, 7
+
+
+class Judge(Protocol):
+    def apply(self, writes: Sequence[Write]) -> None: ...
+
+    def advance(self, seconds: float) -> None: ...
+
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
+        """What the packet is counted as: PASS_AUDIT where audit lets it pass."""
+        ...
+
+    def flows(self) -> set[tuple[object, ...]]:
+        """Of every flow: endpoint, addresses, ports, protocol; identity, set, cookie, direction, state, audited."""
+        ...
+
+
+class ModelJudge:
+    def __init__(self) -> None:
+        self.model = Model()
+        self.now = 1_000_000 * NS
+
+    def apply(self, writes: Sequence[Write]) -> None:
+        self.model.apply(writes)
+
+    def advance(self, seconds: float) -> None:
+        self.now += int(seconds * NS)
+
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
+        judgement = self.model.judge(IFINDEX, direction, frame, self.now, origin, vlan_tags)
+        return Reason.PASS_AUDIT if judgement.audited else judgement.reason
+
+    def flows(self) -> set[tuple[object, ...]]:
+        return {
+            (*key, flow.identity, flow.set, flow.cookie, flow.direction, flow.state, flow.audited)
+            for key, flow in self.model.flows.items()
+        }
+
+
+def build_harness(directory: Path) -> Path:
+    """The native build, with every warning an error and both sanitizers on."""
+    source = Path(__file__).parent / "native" / "harness.c"
+    output = directory / "harness"
+    command = ["gcc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined,address"]
+    subprocess.run(
+        [*command, "-fno-sanitize-recover=all", f"-I{loader.source_directory()}", "-o", str(output), str(source)],
+        check=True,
+        timeout=100,
+    )
+    return output
+
+
+class NativeJudge:
+    _TABLES = ("endpoints", "groups", "own_addresses", "policy", "ipcache4", "ipcache6")
+
+    def __init__(self, program: Path) -> None:
+        self._process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin
+        assert self._process.stdout
+        self._orders: IO[bytes] = self._process.stdin
+        self._answers: IO[bytes] = self._process.stdout
+        self.now = 1_000_000 * NS
+
+    def close(self) -> None:
+        self._orders.close()
+        self._answers.close()
+        assert self._process.wait(timeout=10) == 0, "the native build was stopped by a sanitizer or an order it did not know"
+
+    def _order(self, order: bytes, answer_size: int) -> bytes:
+        self._orders.write(order)
+        self._orders.flush()
+        answer = self._answers.read(answer_size) if answer_size else b""
+        assert len(answer) == answer_size, "the native build ended: see what the sanitizer wrote"
+        return answer
+
+    def apply(self, writes: Sequence[Write]) -> None:
+        for write in writes:
+            table = bytes([self._TABLES.index(abi.map_of(write.table, write.key))])
+            key = abi.pack_key(write.table, write.key)
+            order = b"D" + table + key if write.value is None else b"P" + table + key + abi.pack_value(write)
+            self._order(order, 0)
+
+    def advance(self, seconds: float) -> None:
+        self._order(b"A" + struct.pack("=Q", int(seconds * NS)), 0)
+
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
+        order = struct.pack("=QIIBBB5x", self.now, IFINDEX, len(frame), direction, origin, vlan_tags)
+        _, _, reason, audited = struct.unpack("=IIBB2x", self._order(b"J" + order + frame, 12))
+        return Reason.PASS_AUDIT if audited else Reason(reason)
+
+    def flows(self) -> set[tuple[object, ...]]:
+        (count,) = struct.unpack("=I", self._order(b"F", 4))
+        size = abi.FLOW_KEY.size + abi.FLOW_VALUE.size
+        rows = self._order(b"", count * size)
+        return {_flow_of(rows[at : at + abi.FLOW_KEY.size], rows[at + abi.FLOW_KEY.size : at + size]) for at in range(0, len(rows), size)}
+
+
+def _flow_of(key: bytes, value: bytes) -> tuple[object, ...]:
+    endpoint, local, remote, local_port, remote_port, protocol, _ = abi.FLOW_KEY.unpack(key)
+    _, _, identity, number, cookie, _, direction, state, _, _, audited, _ = abi.FLOW_VALUE.unpack(value)
+    ports = (int.from_bytes(port, "big") for port in (local_port, remote_port))
+    tuple_ = (endpoint, abi.unmapped(local), abi.unmapped(remote), *ports, protocol)
+    return (*tuple_, identity, number, cookie, direction, state, bool(audited))
+
+
+# Small tables: a test fills none of them, and each load of the program makes them anew.
+SMALL_TABLES: Final = {
+    "MARK_MASK": 0xF00,
+    "MARK_AGENT": MARK_AGENT,
+    "MARK_ANSWER": MARK_ANSWER,
+    "ENDPOINTS_MAX": 64,
+    "OWN_ADDRESSES_MAX": 64,
+    "POLICY_MAX": 4096,
+    "IPCACHE_MAX": 4096,
+    "FLOWS_MAX": 4096,
+    "LAST_SEEN_MAX": 4096,
+    "FRAGMENTS_MAX": 1024,
+    "COUNTERS_MAX": 1024,
+    "RULES_MAX": 1024,
+    "EVENT_PAGES": 16,
+}
+
+
+class KernelJudge:
+    """BPF_PROG_TEST_RUN of the loaded programs. No packet leaves: a redirect is only reported."""
+
+    def __init__(self) -> None:
+        self.loaded = loader.load(loader.bytecode(SMALL_TABLES))
+        self.tables = maps.KernelTables(self.loaded.fds_by_map)
+        self._sockets = [_listener(key) for key in range(4)]
+        self.reset()
+
+    def reset(self) -> None:
+        """As after loading, but for what was counted."""
+        for name in ("endpoints", "groups", "own_addresses", "policy", "ipcache4", "ipcache6", "flows", "fragments", "last_seen"):
+            rows = self.tables._rows_by_map[name]
+            for key, _ in list(rows.dump(rows.value.size)):
+                rows.delete(key)
+        self.tables.set_setting(abi.SETTING_GATE_IFINDEX, IFINDEX)
+        for key, each in enumerate(self._sockets):
+            self.tables.set_dns_socket(key, each.fileno())
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+        self.loaded.close()
+
+    def apply(self, writes: Sequence[Write]) -> None:
+        assert not any(self.tables.apply(writes))
+
+    def advance(self, seconds: float) -> None:
+        """The kernel's clock is not ours, so what it wrote down is made older instead."""
+        passed = int(seconds * NS)
+        if passed > time.clock_gettime_ns(time.CLOCK_BOOTTIME):
+            pytest.skip(f"this machine has not been up for {seconds:.0f} s")
+        for name, places in (("flows", (0, 8)), ("fragments", (0,))):
+            rows = self.tables._rows_by_map[name]
+            for key, value in list(rows.dump(rows.value.size)):
+                changed = bytearray(value)
+                for place in places:
+                    (at,) = struct.unpack_from("=Q", changed, place)
+                    struct.pack_into("=Q", changed, place, at - passed)
+                assert rows.put(key, bytes(changed)) == 0
+
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
+        assert not vlan_tags, "a test run cannot say that the card took a tag off"
+        before = self._counts()
+        program = "from_endpoint" if direction is Direction.EGRESS else "to_endpoint"
+        action = self.run(program, frame, {Origin.WIRE: 0, Origin.AGENT: MARK_AGENT, Origin.ANSWER: MARK_ANSWER}[origin]).action
+        after = self._counts()
+        grown = [reason for reason in after if after[reason] != before.get(reason, 0)]
+        assert len(grown) == 1, f"one packet is counted once, not as {grown}"
+        reason = grown[0]
+        assert action == _action_of(reason), f"{reason.name} left the program with action {action}"
+        return reason
+
+    def run(self, program: str, frame: bytes, mark: int = 0, repeat: int = 1) -> syscall.TestRun:
+        context = bytearray(_SK_BUFF_SIZE)
+        struct.pack_into("=I", context, 8, mark)
+        struct.pack_into("=II", context, 36, IFINDEX, IFINDEX)  # came in by, is now at
+        return syscall.test_run(self.loaded.fds_by_program[program], frame, bytes(context), repeat)
+
+    def _counts(self) -> dict[Reason, int]:
+        found: dict[Reason, int] = {}
+        for counter in self.tables.counters():
+            found[counter.reason] = found.get(counter.reason, 0) + counter.packets
+        return found
+
+    def flows(self) -> set[tuple[object, ...]]:
+        return {_flow_of(key, value) for key, value in self.tables._rows("flows")}
+
+
+def _action_of(reason: Reason) -> int:
+    if reason is Reason.PASS_REDIRECT:
+        return _ACTION_REDIRECT
+    return _ACTION_DROP if reason.is_drop else _ACTION_PASS
+
+
+def _listener(key: int) -> socket.socket:
+    """For one row of dns_sockets; on the loopback address, where nobody asks."""
+    family = socket.AF_INET6 if key & 2 else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM if key & 1 else socket.SOCK_DGRAM)
+    made.bind(("::1" if key & 2 else "127.0.0.1", 0))
+    if key & 1:
+        made.listen(1)
+    return made
+

@@ -1,0 +1,528 @@
+"""Random histories, and what must hold after each step of them.
+
+The kernel performs one write at a time, late, or refuses it; its answers come later still; questions, replies, ends of lifetimes,
+policies and endpoints come in between in any order. `Simulation` judges by the kernel's rows alone and by `naive`:
+
+I1  at rest, the kernel holds what a recomputation says
+I2  an ipcache row in the kernel names an identity whose policy rows are there, in every set a group points to
+I3  each question gets one answer, in time; a released address passes at that moment
+I4  a number never gets other labels; while a flow remembers an identity its rows stay
+I5  at every single write, what both the state before and the one after allow is allowed
+I6  at every single write, what neither allows is not
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from agent.core.events import AskerGone, Event, FlowsSeen, HostAddresses, PoliciesChanged, RowsWritten, UpstreamFailed
+from agent.core.known_bad import KnownBad
+from agent.core.proxy import QUESTION_S_MAX
+from agent.core.rules import Cidr, Endpoints, Entity, Fqdn, LabelSelector, Origin, Peer, Policy, Ports, Rule
+from agent.core.settings import Settings
+from agent.core.types import (
+    PROTOCOL_TCP,
+    Address,
+    Direction,
+    EndpointValue,
+    GroupValue,
+    IpcacheKey,
+    LabelSet,
+    PolicyKey,
+    Prefix,
+    Table,
+    Verdict,
+    Write,
+    packed,
+)
+from tests.property.naive import Situation, Workload, takes
+from tests.sim.world import UPSTREAM, Answered, World, subject
+
+NAMES = ("a.example.", "b.example.", "x.a.example.", "c.test.")
+PATTERNS = (*NAMES, "*.example.", "**.example.", "*")
+ADDRESSES = tuple(map(packed, ("10.0.1.1", "10.0.1.2", "10.0.2.1", "198.51.100.7", "192.0.2.12", "2001:db8::7")))
+CIDRS = (
+    ("10.0.0.0/8",),
+    ("10.0.0.0/8", "10.0.1.0/24"),
+    ("10.0.1.0/24",),
+    ("10.0.1.0/24", "10.0.1.2/32"),
+    ("10.0.1.2/32",),
+    ("0.0.0.0/0", "10.0.0.0/8", "192.0.2.12/32"),
+    ("2001:db8::/32",),
+)
+PORTS_JUDGED = (80, 443)
+PORTS = (None, (443, 443), (80, 444), (80, 80))
+ENDPOINTS = {1: "192.0.2.11", 2: "192.0.2.12", 3: "192.0.2.13", 4: "192.0.2.12"}  # 4 comes where 2 was
+ISOLATED = frozenset({3})
+
+Triple = tuple[int, Address, int]  # endpoint, address, port
+Pairs = frozenset[tuple[int, str, Address]]
+
+# --- what people may ask for ---------------------------------------------------------------------------------------------
+
+
+def _cidr(texts: tuple[str, ...]) -> Cidr:
+    return Cidr(Prefix.parse(texts[0]), tuple(map(Prefix.parse, texts[1:])))
+
+
+CIDR_PEERS = st.sampled_from(CIDRS).map(_cidr)
+PEERS: st.SearchStrategy[Peer] = st.one_of(
+    st.sampled_from(PATTERNS).map(Fqdn),
+    st.sampled_from(PATTERNS).map(Fqdn),
+    CIDR_PEERS,
+    st.sampled_from((Entity.WORLD, Entity.HOST, Entity.ALL, Endpoints(subject("e2")), Endpoints(LabelSelector()))),
+)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rule:
+    deny = draw(st.integers(0, 4)) == 4
+    peers = draw(st.lists(CIDR_PEERS if deny else PEERS, min_size=1, max_size=2, unique=True))
+    ports = draw(st.sampled_from(PORTS))
+    spoken = None if ports is None else (Ports(PROTOCOL_TCP, *ports),)
+    return Rule(Direction.EGRESS, tuple(peers), spoken, deny, origin=Origin("p", draw(st.integers(1, 3))))
+
+
+POLICIES = st.builds(
+    Policy,
+    st.just("p"),
+    st.sampled_from((None, None, "e1", "e2")).map(subject),
+    st.lists(rules(), min_size=1, max_size=3).map(tuple),
+    default_deny_egress=st.sampled_from((True, True, True, False)),
+    default_deny_ingress=st.just(False),
+    except_names=st.sampled_from(((), (), ("b.example.",))),
+)
+
+# --- the judge -----------------------------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """A world whose every step is judged."""
+
+    def __init__(self, known_bad: frozenset[KnownBad], identities_max: int) -> None:
+        self.world = World(
+            Settings(
+                upstreams=(UPSTREAM,),
+                ttl_floor_s=5.0,
+                keep_while_flow_seen_s=10.0,
+                keep_past_lifetime_s=30.0,
+                identities_max=identities_max,
+            ),
+            known_bad=known_bad,
+            auto=False,
+        )
+        self.engine = self.world.engine
+        self.unheard: deque[tuple[Write, int]] = deque()  # performed or refused, and not acknowledged yet
+        self.questions: dict[int, tuple[int, str, float]] = {}  # asker -> endpoint, name, when; until answered or given up
+        self.replied: dict[int, float] = {}
+        self.host: frozenset[Address] = frozenset()
+        self.labels_by_number: dict[int, LabelSet] = {}
+        self.confirmed: Pairs = frozenset()  # in the cache, and their rows were realized since
+        self.lingering: Pairs = frozenset()  # no longer in the cache, their rows not acknowledged yet
+        self.disturbed: set[Address] = set()  # became or ceased to be an endpoint's or the host's
+        self._pairs: Pairs = frozenset()
+        self._judged = 0
+        self._identities: dict[tuple[int, Address], int] = {}
+        self._verdicts: dict[tuple[int, int, int], Verdict | None] = {}
+        self._allowed_by_naive: dict[object, frozenset[Triple]] = {}
+
+    # --- steps ---------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        self.world.handle(event)
+        self.judge()
+
+    def write(self, error: int = 0) -> bool:
+        """The kernel performs, or refuses, its next write; says whether there was one."""
+        write = self.world.take_write()
+        if write is None:
+            return False
+        result = error or self.world.kernel.apply(write)
+        self.unheard.append((write, result))
+        if result == 0:
+            if write.table is Table.IPCACHE:
+                self._identities.clear()
+            elif write.table is Table.POLICY:
+                self._verdicts.clear()
+            self.judge_order()
+            self.judge_packets(f"{write.table} {write.key} = {write.value}")
+        return True
+
+    def acknowledge(self, count: int) -> None:
+        heard = tuple(self.unheard.popleft() for _ in range(min(count, len(self.unheard))))
+        if heard:
+            self.handle(RowsWritten(heard))
+
+    def hear_flows(self) -> None:
+        while self.world.waiting_looks:
+            self.handle(self.world.waiting_looks.popleft())
+
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+        self.judge()
+
+    def rest(self) -> None:
+        """Every fault ends, and everything is done that can be."""
+        self.world.kernel.rows_max.clear()
+        for seconds in (0.0, 1.1, QUESTION_S_MAX, 1.1, 5.1, 5.1, 0.0):
+            self.advance(seconds)
+            while self.write() or self.unheard or self.world.waiting_looks:
+                self.acknowledge(1)
+                self.hear_flows()
+        self.judge_rest()
+
+    # --- what is known of the world ---------------------------------------------------------------------------------------
+
+    @property
+    def workloads(self) -> dict[int, Workload]:
+        return {
+            number: Workload(number, tuple(sorted(e.added.labels.items())), e.added.addresses, e.added.isolated)
+            for number, e in self.engine.groups.endpoints.items()
+        }
+
+    def candidates(self, endpoint: int) -> list[tuple[Policy, ...]]:
+        """By which policies may this endpoint be judged now? The first are those in force."""
+        groups = self.engine.groups
+        in_force = [groups.policies] if groups.endpoints[endpoint].group is not None else []
+        return in_force + ([groups._plan.policies] if groups._plan is not None else [])
+
+    def naive(self, policies: tuple[Policy, ...], pairs: Pairs) -> frozenset[Triple]:
+        workloads = self.workloads
+        key = (policies, pairs, tuple(workloads), self.host)
+        allowed = self._allowed_by_naive.get(key)
+        if allowed is None:
+            situation = Situation(policies, tuple(workloads.values()), pairs, self.host)
+            allowed = self._allowed_by_naive[key] = frozenset(
+                (number, address, port)
+                for number, workload in workloads.items()
+                for address in ADDRESSES
+                for port in PORTS_JUDGED
+                if situation.allows(workload, address, PROTOCOL_TCP, port)
+            )
+        return allowed
+
+    def kernel_allows(self, value: EndpointValue, address: Address, port: int) -> bool:
+        kernel = self.world.kernel
+        group = kernel.rows[Table.GROUPS].get(value.group)
+        assert isinstance(group, GroupValue), f"endpoint {value.endpoint} is in group {value.group}, which the kernel has not"
+        place = (value.scope, address)
+        if place not in self._identities:
+            self._identities[place] = kernel.identity_of(*place)
+        what = (group.set, self._identities[place], port)
+        if what not in self._verdicts:
+            self._verdicts[what] = kernel.verdict_of(group.set, what[1], PROTOCOL_TCP, port)
+        verdict = self._verdicts[what]
+        return verdict is Verdict.ALLOW or (verdict is None and not group.default_deny_egress)
+
+    def endpoint_rows(self) -> Iterable[tuple[int, EndpointValue]]:
+        """Rows of endpoints that are there; the row of one that went may linger."""
+        for ifindex, value in self.world.kernel.rows[Table.ENDPOINTS].items():
+            assert isinstance(value, EndpointValue)
+            endpoint = self.engine.groups.endpoints.get(value.endpoint)
+            if endpoint is not None and endpoint.added.ifindex == ifindex:
+                yield value.endpoint, value
+
+    # --- judgements --------------------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """After every event."""
+        self._follow_pairs()
+        for identity, labels in self.engine.identities.labels_by_identity.items():
+            assert self.labels_by_number.setdefault(identity, labels) == labels, f"I4: {identity} stands for other labels now"
+        self.judge_answers()
+        self.judge_order()
+
+    def _follow_pairs(self) -> None:
+        lifetimes, pending = self.engine.dns_cache.lifetimes, self.engine.reconciler.ipcache.pending
+        pairs = frozenset((scope, name, address) for (scope, name), held in lifetimes.items() for address in held)
+        waiting = {(key.scope, key.prefix.address) for key in pending if isinstance(key, IpcacheKey)}
+        unsettled = frozenset(pair for pair in pairs | self._pairs | self.lingering if (pair[0], pair[2]) in waiting)
+        self.lingering = ((self.lingering | self._pairs) - pairs) & unsettled
+        self.confirmed = (self.confirmed & pairs) | (pairs - unsettled)
+        self.disturbed &= {address for _, address in waiting}
+        self._pairs = pairs
+
+    def judge_answers(self) -> None:
+        """I3."""
+        for answer in self.world.answers[self._judged :]:
+            assert isinstance(answer.asker, int)
+            assert answer.asker in self.questions, f"I3: a second answer for question {answer.asker}"
+            endpoint, name, _ = self.questions.pop(answer.asker)
+            if answer.rcode == "NOERROR":
+                self._judge_released(answer, endpoint, name)
+            else:
+                assert not answer.addresses, "I3: a failure answer with addresses"
+        self._judged = len(self.world.answers)
+        for asker, (_, _, asked_at) in self.questions.items():
+            late = min(asked_at + QUESTION_S_MAX, self.replied.get(asker, self.world.now) + 1.0)
+            assert self.world.now <= late, f"I3: question {asker} of {asked_at} has no answer at {self.world.now}"
+
+    def _judge_released(self, answer: Answered, endpoint: int, name: str) -> None:
+        value = next((value for number, value in self.endpoint_rows() if number == endpoint), None)
+        if value is None:
+            return
+        for address in map(packed, answer.addresses):
+            promised: frozenset[Triple] | None = None
+            for policies in self.candidates(endpoint):
+                scope = Situation(policies, tuple(self.workloads.values()), frozenset()).scope_of(self.workloads[endpoint])
+                allowed = self.naive(policies, self.confirmed | {(scope, name, address)})
+                promised = allowed if promised is None else promised & allowed
+            for port in PORTS_JUDGED:
+                if (endpoint, address, port) in (promised or ()) and address not in self.disturbed:
+                    assert self.kernel_allows(value, address, port), f"I3: {name} {address!r}:{port} left and does not pass"
+
+    def judge_order(self) -> None:
+        """I2, and the half of I4 about flows."""
+        kernel = self.world.kernel.rows
+        sets = {value.set for value in kernel[Table.GROUPS].values() if isinstance(value, GroupValue)}
+        named = {identity for identity in kernel[Table.IPCACHE].values() if isinstance(identity, int)}
+        for identity in named | self.world.remembered:
+            assert identity in self.labels_by_number, f"I4: the kernel names identity {identity}, which never was"
+            for number in sets:
+                policy_set = self.engine.sets.by_number.get(number)
+                for key in policy_set.rows_by_identity.get(identity, ()) if policy_set is not None else ():
+                    assert key in kernel[Table.POLICY], f"I2: {identity} is named or remembered without its row {key}"
+        for identity in self.world.remembered:
+            assert identity in self.engine.identities.labels_by_identity, f"I4: {identity} is gone, a flow remembers it"
+
+    def judge_packets(self, write: str) -> None:
+        """I5 and I6, after each single write."""
+        most = self._pairs | self.lingering
+        for endpoint, value in self.endpoint_rows():
+            candidates = self.candidates(endpoint)
+            allowed_by = [self.naive(policies, most) for policies in candidates]
+            assured_by = [self.naive(policies, self.confirmed) for policies in candidates]
+            for address in ADDRESSES:
+                if address in self.disturbed:
+                    continue
+                for port in PORTS_JUDGED:
+                    triple = (endpoint, address, port)
+                    if self.kernel_allows(value, address, port):
+                        assert any(triple in allowed for allowed in allowed_by), f"I6: {triple} is open after {write}"
+                    else:
+                        assert not all(triple in assured for assured in assured_by), f"I5: {triple} is shut after {write}"
+
+    def judge_rest(self) -> None:
+        """I1, and that nothing is left over."""
+        engine, kernel = self.engine, self.world.kernel
+        workloads = self.workloads
+        situation = Situation(engine.groups.policies, tuple(workloads.values()), self._pairs, self.host)
+        realized = {key: self.labels_by_number[identity] for key, identity in kernel.rows[Table.IPCACHE].items()}  # type: ignore[index]
+        assert realized == situation.label_sets(), "I1: ipcache"
+        judged = {endpoint: value for endpoint, value in self.endpoint_rows()}
+        assert judged.keys() == workloads.keys(), "I1: endpoints"
+        assert len(kernel.rows[Table.ENDPOINTS]) == len(workloads), "I1: endpoints that are gone"
+        for endpoint, value in judged.items():
+            assert value.scope == situation.scope_of(workloads[endpoint]), "I1: scope"
+            for address in ADDRESSES:
+                for port in PORTS_JUDGED:
+                    wanted = situation.allows(workloads[endpoint], address, PROTOCOL_TCP, port)
+                    assert self.kernel_allows(value, address, port) == wanted, f"I1: {endpoint} {address!r}:{port}"
+        groups = kernel.rows[Table.GROUPS]
+        assert {value.group for value in judged.values()} == groups.keys(), "I1: groups"
+        sets = {value.set for value in groups.values() if isinstance(value, GroupValue)}
+        known = engine.identities.labels_by_identity.keys()
+        for key in kernel.rows[Table.POLICY]:
+            assert isinstance(key, PolicyKey)
+            assert key.set in sets, f"I1: a row of a set that is gone, {key}"
+            assert key.identity == 0 or key.identity in known, f"I1: a row of an identity that is gone, {key}"
+        self._judge_nothing_left()
+
+    def _judge_nothing_left(self) -> None:
+        engine = self.engine
+        proxy, barriers = engine.proxy, engine.reconciler.barriers
+        assert not self.questions, "I3: questions without an answer"
+        for left in (proxy.transactions, proxy._numbers_by_asker, proxy._number_by_barrier, proxy._open_by_endpoint):
+            assert not left, "a question is over and left something"
+        assert not barriers._waiting, "somebody waits for a row that is settled"
+        assert not barriers.over
+        assert not engine._ending, "a lifetime's end is never looked at"
+        assert engine.groups._plan is None
+        assert engine.groups._requested is None
+        assert not engine.groups._retiring
+        for table in engine.reconciler.tables.values():
+            assert not table.pending, f"{table.name}: still to do"
+            assert not table.in_flight
+            assert not table.failures
+            assert not table._fresh
+            assert {key: row.value for key, row in table.realized.items()} == self.world.kernel.rows[table.name]
+            assert {key: row.value for key, row in table.desired.items()} == self.world.kernel.rows[table.name]
+        assert not engine.reconciler.policy._missing_by_identity
+        named = set(self.world.kernel.rows[Table.IPCACHE].values())
+        for identity, labels in engine.identities.labels_by_identity.items():
+            held = identity in named or identity in self.world.remembered or identity < 1 << 24
+            assert held or any(s.identity == identity for s in engine.names.selectors.values()), f"{identity} {labels} is kept"
+        wanted = {peer for group in engine.groups.groups.values() for peer in group.compiled.peers if isinstance(peer, Fqdn)}
+        assert engine.names.selectors.keys() == wanted
+        for selector in engine.names.selectors.values():
+            for scope, bag in selector.bags.items():
+                for label, names in bag.items():
+                    held = {n for s, n, a in self._pairs if s == scope and label == f"cidr:{Prefix.of(a)}"}
+                    assert names == {n for n in held if takes(selector.peer.pattern, selector.peer.excepts, n)}
+        assert engine.names._selectors_by_name.keys() == {name for _, name, _ in self._pairs}
+
+
+# --- random histories ------------------------------------------------------------------------------------------------------
+
+
+class Histories(RuleBasedStateMachine):
+    """What can happen, in any order. `known_bad` is set by the tests that want to see it fail."""
+
+    known_bad: frozenset[KnownBad] = frozenset()
+
+    @initialize(policies=st.lists(POLICIES, max_size=2), identities_max=st.sampled_from((12, 16_384)))
+    def start(self, policies: list[Policy], identities_max: int) -> None:
+        self.sim = Simulation(self.known_bad, identities_max)
+        self.world = self.sim.world
+        self.endpoints_used = {1, 2}
+        self.world.start(*policies, endpoints={number: ENDPOINTS[number] for number in (1, 2)})
+        self.sim.judge()
+
+    # --- DNS
+
+    @rule(endpoint=st.sampled_from(sorted(ENDPOINTS)), name=st.sampled_from(NAMES), v6=st.booleans())
+    def ask(self, endpoint: int, name: str, v6: bool) -> None:
+        if endpoint in self.world.engine.groups.endpoints:
+            asker = self.world.ask(name, "AAAA" if v6 else "A", endpoint=endpoint)
+            self.sim.questions[asker] = (endpoint, name, self.world.now)
+            self.sim.judge()
+
+    def _open(self, pick: int) -> int | None:
+        """One of the questions that wait for the upstream, or a late one."""
+        asked = [asker for asker in self.sim.questions if asker not in self.sim.replied]
+        return asked[pick % len(asked)] if asked else None
+
+    @rule(pick=st.integers(0, 5), addresses=st.sets(st.sampled_from(ADDRESSES), max_size=2), ttl=st.sampled_from((0, 8, 90)))
+    def reply(self, pick: int, addresses: set[Address], ttl: int) -> None:
+        asker = self._open(pick)
+        number = self.world.transaction_of(asker) if asker is not None else None
+        if asker is None or number is None or number not in self.world.asked:
+            return
+        v6 = self.world.engine.proxy.transactions[number].question.qtype == 28
+        texts = [Prefix.of(address) for address in sorted(addresses) if (len(address) == 16) is v6]
+        self.sim.replied[asker] = self.world.now
+        again = self.world.asked[number]
+        self.world.reply(asker, *(str(prefix).partition("/")[0] for prefix in texts), ttl=ttl)
+        self.sim.judge()
+        self.world.asked[number] = again  # the network may bring a reply twice
+
+    @rule(pick=st.integers(0, 5))
+    def upstream_fails(self, pick: int) -> None:
+        asker = self._open(pick)
+        number = self.world.transaction_of(asker) if asker is not None else None
+        if number is not None:
+            self.sim.handle(UpstreamFailed(number, "connection refused"))
+
+    @rule(pick=st.integers(0, 5))
+    def asker_goes(self, pick: int) -> None:
+        if self.sim.questions:
+            asker = sorted(self.sim.questions)[pick % len(self.sim.questions)]
+            del self.sim.questions[asker]
+            self.sim.handle(AskerGone(asker))
+
+    # --- the kernel
+
+    @rule(count=st.integers(1, 12))
+    def writes(self, count: int) -> None:
+        for _ in range(count):
+            self.sim.write()
+
+    @rule(error=st.sampled_from((errno.EAGAIN, errno.ENOSPC, errno.EPERM)), after=st.integers(0, 3))
+    def write_fails(self, error: int, after: int) -> None:
+        for _ in range(after):
+            self.sim.write()
+        self.sim.write(error)
+
+    @rule(count=st.integers(1, 20))
+    def acknowledgements(self, count: int) -> None:
+        self.sim.acknowledge(count)
+
+    @rule()
+    def kernel_catches_up(self) -> None:
+        while self.sim.write() or self.sim.unheard:
+            self.sim.acknowledge(3)
+
+    @rule(table=st.sampled_from((Table.IPCACHE, Table.POLICY)), room=st.integers(0, 2))
+    def table_fills(self, table: Table, room: int) -> None:
+        self.world.kernel.rows_max[table] = len(self.world.kernel.rows[table]) + room
+
+    @rule()
+    def tables_have_room(self) -> None:
+        self.world.kernel.rows_max.clear()
+
+    # --- flows and time
+
+    @rule(pick=st.integers(0, 9))
+    def flow_begins(self, pick: int) -> None:
+        """A flow remembers the identity it was allowed to, as the kernel names it now."""
+        rows = sorted(self.world.kernel.rows[Table.IPCACHE].items(), key=str)
+        if rows:
+            key, identity = rows[pick % len(rows)]
+            assert isinstance(key, IpcacheKey)
+            assert isinstance(identity, int)
+            self.world.remembered.add(identity)
+            self.world.last_seen[key.scope, key.prefix.address] = self.world.now
+
+    @rule()
+    def flows_end(self) -> None:
+        self.world.remembered.clear()
+
+    @rule()
+    def flows_heard(self) -> None:
+        self.sim.hear_flows()
+
+    @rule(seconds=st.sampled_from((0.01, 0.3, 1.1, 5.2, 12.0)))
+    def time_goes_by(self, seconds: float) -> None:
+        self.sim.advance(seconds)
+
+    # --- people
+
+    @rule(policies=st.lists(POLICIES, max_size=3))
+    def policies_change(self, policies: list[Policy]) -> None:
+        self.sim.handle(PoliciesChanged(tuple(policies), "t"))
+
+    @rule(number=st.sampled_from((3, 4)))
+    def endpoint_comes(self, number: int) -> None:
+        taken = self.world.engine.groups.endpoint_by_address
+        if number not in self.endpoints_used and packed(ENDPOINTS[number]) not in taken:
+            self.endpoints_used.add(number)
+            self.sim.disturbed.add(packed(ENDPOINTS[number]))
+            self.world.add_endpoint(number, ENDPOINTS[number], isolated=number in ISOLATED)
+            self.sim.judge()
+
+    @rule(number=st.sampled_from((2, 3)))
+    def endpoint_goes(self, number: int) -> None:
+        if number in self.world.engine.groups.endpoints:
+            self.sim.questions = {asker: q for asker, q in self.sim.questions.items() if q[0] != number}
+            self.sim.disturbed.add(packed(ENDPOINTS[number]))
+            self.world.remove_endpoint(number)
+            self.sim.judge()
+
+    @rule(addresses=st.sets(st.sampled_from(ADDRESSES[:3]), max_size=1))
+    def host_addresses_change(self, addresses: set[Address]) -> None:
+        self.sim.disturbed |= self.sim.host ^ addresses
+        self.sim.host = frozenset(addresses)
+        self.sim.handle(HostAddresses(self.sim.host))
+
+    # --- the end
+
+    @precondition(lambda self: not self.sim.world.remembered)
+    @rule()
+    def rest(self) -> None:
+        self.sim.rest()
+
+    def teardown(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.rest()
+
+
+def histories(known_bad: Iterable[KnownBad] = ()) -> type[Histories]:
+    return type("Histories", (Histories,), {"known_bad": frozenset(known_bad)})
+
+
