@@ -159,7 +159,7 @@ class Limits:
 
     identities (16384); names (1000000) in the DNS cache; addresses-per-name (1000); policy-rows-per-set
     (16384); open-questions (8192) in all and open-questions-per-endpoint (512); held-replies (4096); tcp-connections (1024)
-    in all and tcp-connections-per-endpoint (64) of clients; reply-sockets (256).
+    in all and tcp-connections-per-endpoint (64) of clients.
     """
 
     identities: int = 16_384
@@ -171,7 +171,6 @@ class Limits:
     held_replies: int = 4_096
     tcp_connections: int = 1_024
     tcp_connections_per_endpoint: int = 64
-    reply_sockets: int = 256
 
 
 @dataclass(frozen=True, slots=True)

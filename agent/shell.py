@@ -18,6 +18,7 @@ import datetime as dt
 import errno
 import json
 import logging
+import resource
 import signal
 import sys
 import time
@@ -26,8 +27,8 @@ from typing import IO, NamedTuple
 
 from agent.config import Config, DeniedAnswer, Learn, OnFailure, policy_files
 from agent.control import ControlError
-from agent.control.lock import AgentLock
 from agent.control.listings import Listings, Row, counts
+from agent.control.lock import AgentLock
 from agent.control.server import ControlServer
 from agent.core.engine import Engine
 from agent.core.events import (
@@ -76,6 +77,8 @@ DROPS_KEPT = 10_000
 # EX_SOFTWARE of sysexits.h: a supervisor starts the agent again.
 EXIT_MISTAKE = 70
 
+_START = object()  # ticket of the policies of the start
+
 
 def now() -> float:
     """Seconds of CLOCK_BOOTTIME: lifetimes go on while the machine sleeps."""
@@ -85,6 +88,7 @@ def now() -> float:
 def run(config: Config) -> int:
     """The agent in the foreground until it is told to stop; its exit code."""
     lock = AgentLock(config.control.socket)
+    _raise_descriptor_limit()
     try:
         # Before the datapath: a second agent would replace what the first one enforces with.
         lock.acquire()
@@ -98,6 +102,13 @@ def run(config: Config) -> int:
         return 2
     finally:
         lock.release()
+
+
+def _raise_descriptor_limit() -> None:
+    """256 ports for each upstream and 1,024 clients' connections are more than the usual 1,024; the hard limit is ours to use."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(
@@ -121,8 +132,13 @@ async def _serve(
         log.critical("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
         stop(EXIT_MISTAKE)
 
+    def refused(sentence: str) -> None:
+        """The policies cannot be in force from the start: nothing is enforced, so do not look as if it were."""
+        print(f"namegate: {sentence}", file=sys.stderr)
+        stop(2)
+
     loop.set_exception_handler(give_up)
-    shell = Shell(config, datapath)
+    shell = Shell(config, datapath, refused)
     server = ControlServer(config.control.socket, shell.answer, lock)
     await server.start()
     try:
@@ -229,9 +245,12 @@ def _row_of(write: Write) -> str:
 
 
 class Shell:
-    def __init__(self, config: Config, datapath: Datapath) -> None:
+    """start_refused: told why the policies of the start cannot be in force."""
+
+    def __init__(self, config: Config, datapath: Datapath, start_refused: Callable[[str], None]) -> None:
         self._config = config
         self._datapath = datapath
+        self._start_refused = start_refused
         self._loop = asyncio.get_running_loop()
         self._engine = Engine(_settings(config), now(), config.testing.known_bad)
         limits = Limits(
@@ -253,7 +272,7 @@ class Shell:
         self._datapath.set_dns_sockets(self._listeners.sockets())
         self._listeners.start(self._loop, self._take, self._gone)
         self._loop.add_reader(self._datapath.events_fd, self._read_events)
-        self._take([HostAddresses(hosts), *endpoints, PoliciesChanged(tuple(policies), "start")])
+        self._take([HostAddresses(hosts), *endpoints, PoliciesChanged(tuple(policies), _START)])
         self._take([SourceReported("host"), SourceReported("endpoints"), SourceReported("policies")])
 
     def close(self) -> None:
@@ -359,6 +378,8 @@ class Shell:
             ticket.set_result(effect.error)
         if effect.error is not None:
             log.error("policies refused: %s", effect.error)
+            if effect.ticket is _START:
+                self._start_refused(effect.error)
 
     def _report(self, fact: Fact) -> None:
         if fact.kind == "question" and fact.fields.get("verdict") == "allowed" and fact.fields.get("outcome") == "released":

@@ -29,6 +29,11 @@
 #define MARK_ANSWER 0xb00
 #endif
 
+/* Refusals a second and endpoint (DECISIONS 19); what is over it is dropped silently, 0 answers nothing. */
+#ifndef ANSWERS_PER_SECOND
+#define ANSWERS_PER_SECOND 100
+#endif
+
 static __always_inline int load_bytes(void *ctx, __u32 offset, void *to, __u32 n)
 {
 	return bpf_skb_load_bytes(ctx, offset, to, n) < 0;
@@ -120,6 +125,24 @@ static __always_inline int is_own_address(__u32 endpoint, const struct address *
 }
 
 #include "verdict.h"
+#include "answer.h"
+
+/*
+ * The packet at hand. In a map rather than on the stack, which is small; and because the verifier forgets what is written to a
+ * map: however many ways lead through the parser, the verdict is verified once, not once for each. A program runs with
+ * softirqs off, so its processor's copy is its own.
+ */
+BPF_PERCPU_ARRAY(scratch, struct packet, 1);
+
+static __always_inline struct packet *blank_packet(void)
+{
+	u32 index = 0;
+	struct packet *p = scratch.lookup(&index);
+
+	if (p)
+		__builtin_memset(p, 0, sizeof(*p));
+	return p;
+}
 
 /* --- counting and telling ----------------------------------------------------------------------------------------- */
 
@@ -238,21 +261,62 @@ static __always_inline __u8 origin_of(struct __sk_buff *skb)
 	return ORIGIN_WIRE;
 }
 
+/* Whether one more refusal is due to this endpoint. Two processors that count at once may let one too many go. */
+static __always_inline int may_answer(__u32 endpoint, __u64 now)
+{
+	struct answer_value *value, first = {};
+
+	if (ANSWERS_PER_SECOND == 0)
+		return 0;
+	value = answers.lookup(&endpoint);
+	if (!value || time_since(value->since, now) >= SECOND_NS) {
+		first.since = now;
+		first.sent = 1;
+		answers.update(&endpoint, &first);
+		return 1;
+	}
+	value->sent += 1;
+	return value->sent <= ANSWERS_PER_SECOND;
+}
+
+/* What policy refuses is refused aloud; what is no honest packet is not answered at all. */
+static __always_inline int is_refused(__u8 reason)
+{
+	return reason == DROP_POLICY || reason == DROP_DENY || reason == DROP_FLOW_ENDED || reason == DROP_NO_GATE ||
+	       reason == DROP_NO_SOCKET;
+}
+
+/* The last thing that happens to a packet that must not go on. Back to where it came from means out of a veth's host side, but
+ * into an uplink, whose other end is this host. The other hook knows it by the mark. */
+static __always_inline int drop(struct __sk_buff *skb, const struct packet *p, const struct endpoint_value *e, __u8 direction,
+				__u8 reason, __u64 now)
+{
+	if (direction != DIRECTION_EGRESS || !is_refused(reason) || !is_answerable(p) || !may_answer(e->endpoint, now))
+		return TC_ACT_SHOT;
+	if (answer(skb, p))
+		return TC_ACT_SHOT;
+	skb->mark = (skb->mark & ~MARK_MASK) | MARK_ANSWER;
+	return bpf_redirect(skb->ifindex, e->orientation == ORIENTATION_UPLINK ? BPF_F_INGRESS : 0);
+}
+
 static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 {
 	u32 ifindex = skb->ifindex, length = skb->len;
-	struct packet p = {};
+	struct packet *p = blank_packet();
 	struct decision d = {};
 	struct endpoint_value *endpoint_row, e = {};
 	struct group_value *group_row, g = {};
+	u64 now = bpf_ktime_get_boot_ns();
 	int action = TC_ACT_UNSPEC;
 
+	if (!p)
+		return TC_ACT_SHOT; /* cannot be: the array has this one row */
 	/* 1. Read at once: a row that is replaced may be used for another key a moment later. */
 	endpoint_row = endpoints.lookup(&ifindex);
 	if (!endpoint_row) {
 		d.reason = DROP_NO_ENDPOINT;
 		count(ENDPOINT_NONE, d.reason, length);
-		tell(skb, &p, ENDPOINT_NONE, direction, &d);
+		tell(skb, p, ENDPOINT_NONE, direction, &d);
 		return TC_ACT_SHOT;
 	}
 	e = *endpoint_row;
@@ -260,27 +324,29 @@ static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 	if (!group_row) {
 		d.reason = DROP_NO_GROUP;
 		count(e.endpoint, d.reason, length);
-		tell(skb, &p, e.endpoint, direction, &d);
+		tell(skb, p, e.endpoint, direction, &d);
 		return TC_ACT_SHOT;
 	}
 	g = *group_row;
 
-	p.vlan_tags = skb->vlan_present ? 1 : 0;
+	p->vlan_tags = skb->vlan_present ? 1 : 0;
 	if (direction == DIRECTION_INGRESS)
-		p.origin = origin_of(skb);
-	decide(skb, &p, &e, &g, direction, bpf_ktime_get_boot_ns(), &d);
+		p->origin = origin_of(skb);
+	decide(skb, p, &e, &g, direction, now, &d);
 	if (d.reason == PASS_REDIRECT) {
-		d.reason = redirect(skb, &p, &action);
+		d.reason = redirect(skb, p, &action);
 		d.audited = d.reason >= DROP_FIRST && g.audit;
 	}
 	count(e.endpoint, d.audited ? PASS_AUDIT : d.reason, length);
 	count_rule(d.cookie, length);
+	if (d.reason == PASS_ANSWER)
+		skb->mark &= ~MARK_MASK; /* it has done its work */
 	if (d.reason < DROP_FIRST)
 		return action;
-	tell(skb, &p, e.endpoint, direction, &d);
+	tell(skb, p, e.endpoint, direction, &d);
 	if (d.audited)
 		return TC_ACT_UNSPEC;
-	return TC_ACT_SHOT;
+	return drop(skb, p, &e, direction, d.reason, now);
 }
 
 int from_endpoint(struct __sk_buff *skb)
@@ -337,19 +403,21 @@ static __always_inline __u8 assign_socket(struct __sk_buff *skb, const struct pa
 
 int gate(struct __sk_buff *skb)
 {
-	struct packet p = {};
+	struct packet *p = blank_packet();
 	struct decision d = {};
 	u32 length = skb->len;
 
+	if (!p)
+		return TC_ACT_SHOT;
 	bpf_skb_change_type(skb, 0); /* the frame is addressed to whoever the endpoint takes for its router */
-	d.reason = (__u8)parse_frame(skb, &p);
-	if (!d.reason && (p.part != PART_WHOLE || (p.tuple.protocol != PROTOCOL_TCP && p.tuple.protocol != PROTOCOL_UDP)))
+	d.reason = (__u8)parse_frame(skb, p);
+	if (!d.reason && (p->part != PART_WHOLE || (p->tuple.protocol != PROTOCOL_TCP && p->tuple.protocol != PROTOCOL_UDP)))
 		d.reason = DROP_NOT_FOR_GATE;
 	if (!d.reason)
-		d.reason = assign_socket(skb, &p);
+		d.reason = assign_socket(skb, p);
 	if (d.reason == PASS_REDIRECT)
 		return TC_ACT_UNSPEC;
 	count(ENDPOINT_NONE, d.reason, length);
-	tell(skb, &p, ENDPOINT_NONE, DIRECTION_EGRESS, &d);
+	tell(skb, p, ENDPOINT_NONE, DIRECTION_EGRESS, &d);
 	return TC_ACT_SHOT;
 }

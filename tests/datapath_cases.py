@@ -64,7 +64,10 @@ DEVIATIONS: Final = {
     ("fp-0073", 0): (Reason.PASS_POLICY, _NETWORK_RULE),
     ("fp-0074", 0): (Reason.PASS_POLICY, _NETWORK_RULE),
     ("fp-0089", 0): (Reason.PASS_POLICY, "eight extension headers are walked (decision 18)"),
-    ("fp-0093", 2): (Reason.PASS_POLICY, "a redirected packet leaves no flow (DESIGN, DNS hand-over), so the next one opens it"),
+    ("fp-0093", 2): (
+        Reason.PASS_POLICY,
+        "a redirected packet leaves no flow (DESIGN, DNS hand-over), so the next one opens it",
+    ),
 }
 
 
@@ -100,7 +103,9 @@ def _blocks(port: Any) -> list[tuple[int, int]]:
 def play(judge: Judge, case: Case) -> None:
     number, now = 1, 0.0
     group = GroupValue(number, "egress" in case["enforced"], "ingress" in case["enforced"], audit=False)
-    judge.apply([*BASE, holds("2001:db8:0:b::7", _PEER6), *_policy_writes(case["policy"], number), Write(Table.GROUPS, GROUP, group)])
+    judge.apply(
+        [*BASE, holds("2001:db8:0:b::7", _PEER6), *_policy_writes(case["policy"], number), Write(Table.GROUPS, GROUP, group)]
+    )
     started = judge.now if isinstance(judge, ModelJudge) else 0
     for index, step in enumerate(case["steps"]):
         if step["t"] > now:

@@ -117,7 +117,10 @@ class NativeJudge:
         (count,) = struct.unpack("=I", self._order(b"F", 4))
         size = abi.FLOW_KEY.size + abi.FLOW_VALUE.size
         rows = self._order(b"", count * size)
-        return {_flow_of(rows[at : at + abi.FLOW_KEY.size], rows[at + abi.FLOW_KEY.size : at + size]) for at in range(0, len(rows), size)}
+        return {
+            _flow_of(rows[at : at + abi.FLOW_KEY.size], rows[at + abi.FLOW_KEY.size : at + size])
+            for at in range(0, len(rows), size)
+        }
 
 
 def _flow_of(key: bytes, value: bytes) -> tuple[object, ...]:
@@ -133,6 +136,7 @@ SMALL_TABLES: Final = {
     "MARK_MASK": 0xF00,
     "MARK_AGENT": MARK_AGENT,
     "MARK_ANSWER": MARK_ANSWER,
+    "ANSWERS_PER_SECOND": 0,  # so that a drop is a drop; refusals have tests of their own
     "ENDPOINTS_MAX": 64,
     "OWN_ADDRESSES_MAX": 64,
     "POLICY_MAX": 4096,
@@ -157,13 +161,23 @@ class KernelJudge:
 
     def reset(self) -> None:
         """As after loading, but for what was counted."""
-        for name in ("endpoints", "groups", "own_addresses", "policy", "ipcache4", "ipcache6", "flows", "fragments", "last_seen"):
+        for name in (
+            "endpoints",
+            "groups",
+            "own_addresses",
+            "policy",
+            "ipcache4",
+            "ipcache6",
+            "flows",
+            "fragments",
+            "last_seen",
+        ):
             rows = self.tables._rows_by_map[name]
             for key, _ in list(rows.dump(rows.value.size)):
                 rows.delete(key)
         self.tables.set_setting(abi.SETTING_GATE_IFINDEX, IFINDEX)
-        for key, each in enumerate(self._sockets):
-            self.tables.set_dns_socket(key, each.fileno())
+        for number, each in enumerate(self._sockets):
+            self.tables.set_dns_socket(number, each.fileno())
 
     def close(self) -> None:
         for each in self._sockets:
@@ -199,11 +213,11 @@ class KernelJudge:
         assert action == _action_of(reason), f"{reason.name} left the program with action {action}"
         return reason
 
-    def run(self, program: str, frame: bytes, mark: int = 0, repeat: int = 1) -> syscall.TestRun:
+    def run(self, program: str, frame: bytes, mark: int = 0, repeat: int = 1) -> syscall.ProgramRun:
         context = bytearray(_SK_BUFF_SIZE)
         struct.pack_into("=I", context, 8, mark)
         struct.pack_into("=II", context, 36, IFINDEX, IFINDEX)  # came in by, is now at
-        return syscall.test_run(self.loaded.fds_by_program[program], frame, bytes(context), repeat)
+        return syscall.program_run(self.loaded.fds_by_program[program], frame, bytes(context), repeat)
 
     def _counts(self) -> dict[Reason, int]:
         found: dict[Reason, int] = {}
@@ -229,4 +243,3 @@ def _listener(key: int) -> socket.socket:
     if key & 1:
         made.listen(1)
     return made
-

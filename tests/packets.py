@@ -76,10 +76,8 @@ def fragment6(source: str, destination: str, protocol: int, payload: bytes, plac
 
 def extended(source: str, destination: str, kinds: list[int], protocol: int, payload: bytes) -> bytes:
     """An IPv6 packet with these extension headers, eight bytes each."""
-    following = [*kinds[1:], protocol]
-    headers = b"".join(
-        struct.pack(">BB6x", after, 0 if kind != 51 else 0) for kind, after in zip(kinds, following, strict=True)
-    )
+    following = [*kinds[1:], protocol] if kinds else []
+    headers = b"".join(struct.pack(">BB6x", after, 0) for after in following)
     return frame(source, destination, kinds[0] if kinds else protocol, headers + payload)
 
 

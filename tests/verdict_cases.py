@@ -144,8 +144,15 @@ _DATA, _ANSWER = tcp(40000, 443, ACK), tcp(443, 40000, ACK)
 _ABOUT = ip(CLIENT, PEER, TCP, _SYN[:8])
 
 CASES = (
-    Case("1 no endpoint", "an interface without a row passes nothing", (Write(Table.ENDPOINTS, IFINDEX, None),), (out(_SYN, R.DROP_NO_ENDPOINT),)),
-    Case("1 no group", "nor does one whose group has no row", (Write(Table.GROUPS, GROUP, None),), (out(_SYN, R.DROP_NO_GROUP),)),
+    Case(
+        "1 no endpoint",
+        "an interface without a row passes nothing",
+        (Write(Table.ENDPOINTS, IFINDEX, None),),
+        (out(_SYN, R.DROP_NO_ENDPOINT),),
+    ),
+    Case(
+        "1 no group", "nor does one whose group has no row", (Write(Table.GROUPS, GROUP, None),), (out(_SYN, R.DROP_NO_GROUP),)
+    ),
     Case(
         "2 unreadable",
         "what cannot be read in full is dropped, whatever the rules allow",
@@ -481,7 +488,12 @@ CASES = (
     Case(
         "9 redirect",
         "leaves no flow: the next packet is redirected as well, and an answer from the wire is none; never toward the endpoint",
-        (rule(REDIRECT, 0, TCP, 53), rule(REDIRECT, 0, UDP, 53), rule(REDIRECT, 0, UDP, 54, direction=INGRESS), rule(REDIRECT, 0, SCTP, 53)),
+        (
+            rule(REDIRECT, 0, TCP, 53),
+            rule(REDIRECT, 0, UDP, 53),
+            rule(REDIRECT, 0, UDP, 54, direction=INGRESS),
+            rule(REDIRECT, 0, SCTP, 53),
+        ),
         (
             out(udp(4, 53), R.PASS_REDIRECT, UDP),
             back(udp(53, 4), R.DROP_POLICY, UDP),
@@ -528,7 +540,13 @@ CASES = (
     Case(
         "11 judged again",
         "in another set a flow goes on by the address's present identity or by the one it remembers",
-        (rule(ALLOW), rule(ALLOW, PEERS, number=2), rule(ALLOW, MOVED, number=3), rule(DENY, PEERS, number=4), rule(ALLOW, MOVED, number=4)),
+        (
+            rule(ALLOW),
+            rule(ALLOW, PEERS, number=2),
+            rule(ALLOW, MOVED, number=3),
+            rule(DENY, PEERS, number=4),
+            rule(ALLOW, MOVED, number=4),
+        ),
         (
             out(_SYN, R.PASS_POLICY),
             holds(PEER, MOVED),

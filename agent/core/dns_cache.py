@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from agent.core.types import Address
 
-
 # Entries of the heap that mean nothing any more are let be up to as many as there are pairs, and a few.
 HEAP_SLACK = 64
 

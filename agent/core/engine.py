@@ -45,7 +45,7 @@ from agent.core.events import (
     WriteRows,
 )
 from agent.core.groups import Groups, Outcome
-from agent.core.identity import IdentityAllocator, NoRoom
+from agent.core.identity import IdentityAllocator
 from agent.core.ipcache import Ipcache
 from agent.core.known_bad import KnownBad
 from agent.core.name_manager import NameManager
@@ -136,7 +136,8 @@ class Engine:
         elif isinstance(event, EndpointRemoved):
             self._endpoint_removed(event)
         elif isinstance(event, HostAddresses):
-            self._host_changed(event, now)
+            self.ipcache.host_addresses(self._host_addresses, event.addresses)
+            self._host_addresses = event.addresses
         else:
             assert isinstance(event, SourceReported), f"an event nobody knows: {event!r}"
             self._source_reported(event.source, now)
@@ -172,7 +173,7 @@ class Engine:
                 outcome = self.groups.step(now)
                 self._take_outcome(outcome, now)
             self.reconciler.settle()
-            if not self.reconciler.barriers.over:
+            if not self.reconciler.barriers.over and not (self.proxy.is_started and self.groups.can_step):
                 break
         writes = self.reconciler.batch(now)
         if writes:
@@ -268,10 +269,3 @@ class Engine:
         removed = self.groups.remove_endpoint(event.endpoint)
         if removed is not None:
             self._effects.append(Detach(event.endpoint, removed.added.interface, removed.added.ifindex))
-
-    def _host_changed(self, event: HostAddresses, now: float) -> None:
-        try:
-            self.ipcache.host_addresses(self._host_addresses, event.addresses)
-            self._host_addresses = event.addresses
-        except NoRoom as error:
-            self._effects.append(Fact("host", now, {"error": str(error)}))

@@ -40,6 +40,8 @@ from agent.core.types import (
 
 # A program run that has read a set's number is over long before: runs take microseconds.
 RETIRE_AFTER_S = 1.0
+# When endpoints changed and there was no room for what that needs, there may be by then.
+TRY_AGAIN_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
@@ -111,6 +113,8 @@ class Groups:
         self._requested: tuple[Policy, ...] | None = None
         self._tickets: list[Hashable] = []
         self._plan: _Plan | None = None
+        self._is_stale = False  # the endpoints changed since the last plan began
+        self._try_again_at: float | None = None
         self._retiring: list[tuple[float, int | None, int | None, int | None]] = []  # at, set, group, scope
 
     # --- what can be asked for ---------------------------------------------------------------------------------------
@@ -130,15 +134,12 @@ class Groups:
                 )
         self.endpoints[added.endpoint] = Endpoint(added, self._scope(added, None))
         labels = endpoint_label_set(added.labels)
-        try:
-            for address in added.addresses:
-                self.endpoint_by_address[address] = added.endpoint
-                self._ipcache.upsert(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{added.endpoint}", labels)
-                self._reconciler.own_addresses.want(OwnAddressKey(added.endpoint, address), True)
-        except NoRoom as error:
-            self.remove_endpoint(added.endpoint)
-            return str(error)
-        self._again()
+        for address in added.addresses:
+            key = IpcacheKey(SCOPE_STATIC, Prefix.of(address))
+            self.endpoint_by_address[address] = added.endpoint
+            self._ipcache.upsert(key, f"endpoint:{added.endpoint}", labels, beyond_bound=True)
+            self._reconciler.own_addresses.want(OwnAddressKey(added.endpoint, address), True)
+        self._is_stale = True
         return None
 
     def remove_endpoint(self, endpoint: int) -> Endpoint | None:
@@ -147,47 +148,62 @@ class Groups:
         if removed is None:
             return None
         self._reconciler.endpoints.drop(removed.added.ifindex)
+        planned = self._plan.scopes.get(endpoint, SCOPE_SHARED) if self._plan is not None else SCOPE_SHARED
         for address in removed.added.addresses:
             if self.endpoint_by_address.get(address) == endpoint:
                 del self.endpoint_by_address[address]
                 self._ipcache.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{endpoint}")
             self._reconciler.own_addresses.drop(OwnAddressKey(endpoint, address))
-        if removed.scope != SCOPE_SHARED:
-            self._names.forget_scope(removed.scope)
-        self._again()
+        for scope in {removed.scope, planned} - {SCOPE_SHARED}:
+            self._names.forget_scope(scope)
+        self._is_stale = True
         return removed
 
-    def _again(self) -> None:
-        """The same policies, judged for the endpoints there are now."""
-        if self._requested is None:
-            self._requested = self._plan.policies if self._plan is not None else self.policies
+    def scopes_of(self, endpoint: int) -> tuple[int, ...]:
+        """Where the endpoint's answers are learned: its scope, and the one it is about to have."""
+        scope = self.endpoints[endpoint].scope
+        planned = self._plan.scopes.get(endpoint, scope) if self._plan is not None else scope
+        return (scope,) if planned == scope else (scope, planned)
 
     # --- the change ----------------------------------------------------------------------------------------------------
+
+    @property
+    def can_step(self) -> bool:
+        """Is there something to do that waits for nobody?"""
+        if self._plan is None:
+            return self._requested is not None or self._is_stale
+        return self._plan.barrier.is_over
 
     def step(self, now: float) -> Outcome:
         """Go on as far as the kernel's answers allow."""
         self._retire_due(now)
         plan = self._plan
         if plan is None:
-            if self._requested is None:
+            if not self.can_step:
                 return Outcome()
-            plan = _Plan(self._requested, self._tickets)
+            # Without a request: the same policies, judged for the endpoints there are now.
+            plan = _Plan(self._requested if self._requested is not None else self.policies, self._tickets)
             self._requested, self._tickets = None, []
+            self._is_stale, self._try_again_at = False, None
             try:
                 self._begin(plan, now)
             except NoRoom as error:
-                return self._abort(plan, str(error))
+                return self._abort(plan, str(error), now)
             self._plan = plan
         if not plan.is_flipping:
             waiting = plan.barrier
             if not waiting.is_over:
                 return Outcome()
             if waiting.error is not None:
-                return self._abort(plan, waiting.error)
+                return self._abort(plan, waiting.error, now)
             self._flip(plan)
         if plan.barrier.error is not None:
-            # A flip overwrites rows and needs no room; what failed is a new endpoint's row, and it is tried again for ever.
+            # Some endpoints may be judged by the new policies already, so there is no way back: the rows are tried on, and who
+            # waits hears of it.
+            outcome = Outcome(settled=tuple((ticket, plan.barrier.error) for ticket in plan.tickets))
+            plan.tickets = []
             plan.barrier = self._reconciler.barriers.take(self._flip_rows(plan))
+            return outcome
         return self._finish(plan, now) if plan.barrier.is_met else Outcome()
 
     def _begin(self, plan: _Plan, now: float) -> None:
@@ -219,7 +235,7 @@ class Groups:
             else:
                 to_build.append((compiled, numbers))
         for compiled, numbers in to_build:
-            group = self._group_to_flip(unclaimed, numbers)
+            group = self._group_to_flip(unclaimed, numbers, compiled)
             if group is not None and KnownBad.EDIT_IN_PLACE in self._known_bad:
                 policy_set = self._edit_set_in_place(group, compiled)
             else:
@@ -245,10 +261,13 @@ class Groups:
             rows += [RowReference(table.name, key, changed) for key, changed in table.pending.items() if changed > revision]
         for endpoint in self.endpoints.values():
             if endpoint.group is None:
-                rows += [
-                    self._reconciler.own_addresses.reference(OwnAddressKey(endpoint.added.endpoint, address))
-                    for address in endpoint.added.addresses
-                ]
+                for address in endpoint.added.addresses:
+                    rows.append(self._reconciler.own_addresses.reference(OwnAddressKey(endpoint.added.endpoint, address)))
+                    rows.append(self._reconciler.ipcache.reference(IpcacheKey(SCOPE_STATIC, Prefix.of(address))))
+        if not self.groups:
+            # At start: nobody is judged before the host's and everybody's addresses are known to the kernel.
+            table = self._reconciler.ipcache
+            rows += [table.reference(key) for key in table.pending if isinstance(key, IpcacheKey) and key.scope == SCOPE_STATIC]
         plan.barrier = self._reconciler.barriers.take(rows)
 
     def _build_set(self, plan: _Plan, compiled: CompiledPolicy) -> int:
@@ -286,8 +305,16 @@ class Groups:
             plan.groups[number] = group
             plan.scopes[number] = self._scope(self.endpoints[number].added, group.compiled)
 
-    def _group_to_flip(self, unclaimed: dict[int, Group], numbers: list[int]) -> Group | None:
-        """A group all of whose members get the new set: one row flips them all."""
+    def _group_to_flip(self, unclaimed: dict[int, Group], numbers: list[int], compiled: CompiledPolicy) -> Group | None:
+        """A group all of whose members get the new set: one row flips them all.
+
+        None where a scope changes too: set and scope would be two rows, and what lies between them is neither the state before
+        nor the one after. A new group makes it one row for each endpoint.
+        """
+        for number in numbers:
+            endpoint = self.endpoints[number]
+            if endpoint.group is not None and endpoint.scope != self._scope(endpoint.added, compiled):
+                return None
         wanted = set(numbers)
         for group in unclaimed.values():
             members = {number for number, endpoint in self.endpoints.items() if endpoint.group is group}
@@ -342,19 +369,28 @@ class Groups:
             frozenset(judged_anew), tuple(to_attach), tuple((ticket, None) for ticket in plan.tickets), tuple(in_force)
         )
 
-    def _abort(self, plan: _Plan, error: str) -> Outcome:
+    def _abort(self, plan: _Plan, error: str, now: float) -> Outcome:
         """Nothing in force was touched: what was prepared goes, the policies in force stay."""
         self._reconciler.barriers.cancel(plan.barrier)
         for number in plan.new_sets:
             self._end_set(number)
         for number in {group.number for group in plan.groups.values()} - set(self.groups):
             self._reconciler.groups.drop(number)
+        kept = {endpoint.scope for endpoint in self.endpoints.values()} | {scope for *_, scope in self._retiring}
+        for scope in set(plan.scopes.values()) - kept - {SCOPE_SHARED}:
+            self._names.forget_scope(scope)
         self._plan = None
+        if plan.policies is self.policies:
+            self._try_again_at = now + TRY_AGAIN_AFTER_S
+        else:
+            self._is_stale = True  # endpoints that came meanwhile are judged by the policies in force
         return Outcome(settled=tuple((ticket, error) for ticket in plan.tickets))
 
     # --- later -----------------------------------------------------------------------------------------------------------
 
     def _retire_due(self, now: float) -> None:
+        if self._try_again_at is not None and self._try_again_at <= now:
+            self._is_stale, self._try_again_at = True, None
         due = [entry for entry in self._retiring if entry[0] <= now]
         if not due:
             return
@@ -364,7 +400,8 @@ class Groups:
                 self._reconciler.groups.drop(group)
             if policy_set is not None:
                 self._end_set(policy_set)
-            if scope is not None and all(endpoint.scope != scope for endpoint in self.endpoints.values()):
+            planned = self._plan.scopes.values() if self._plan is not None else ()
+            if scope is not None and scope not in planned and all(e.scope != scope for e in self.endpoints.values()):
                 self._names.forget_scope(scope)
 
     def _end_set(self, number: int) -> None:
@@ -391,7 +428,8 @@ class Groups:
                 self._ipcache.remove(IpcacheKey(SCOPE_STATIC, prefix), RESOURCE_POLICY)
 
     def next_deadline(self) -> float | None:
-        return min((entry[0] for entry in self._retiring), default=None)
+        times = [entry[0] for entry in self._retiring]
+        return min(times if self._try_again_at is None else [*times, self._try_again_at], default=None)
 
     def _scope(self, added: EndpointAdded, compiled: CompiledPolicy | None) -> int:
         own = added.isolated or (compiled is not None and compiled.asks_named_servers)

@@ -46,8 +46,9 @@ class IdentityAllocator:
     def acquire(self, labels: LabelSet, *, beyond_bound: bool = False) -> int:
         """The identity of this label set, one reference more; raises NoRoom.
 
-        beyond_bound: for what is left when something is taken away. Refusing that would leave open what nobody allows any more,
-        or shut what is still allowed; and it adds at most one identity for each row there is.
+        beyond_bound: for what is left when something is taken away, where refusing would leave open what nobody allows any
+        more, or shut what is still allowed; and for addresses of the host and of endpoints. It adds at most one identity for
+        each row there is.
         """
         identity = self._identity_by_labels.get(labels)
         if identity is None:

@@ -64,7 +64,8 @@ class Ipcache:
         """The host has these addresses now."""
         before, after = set(before), set(after)
         for address in after - before:
-            self.upsert(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), RESOURCE_HOST, HOST_LABELS)
+            # Names that workloads asked for must not keep the host from being known as the host.
+            self.upsert(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), RESOURCE_HOST, HOST_LABELS, beyond_bound=True)
         for address in before - after:
             self.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), RESOURCE_HOST)
 

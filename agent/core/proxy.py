@@ -43,7 +43,7 @@ class Transaction:
     """A question from when it is taken until it is answered.
 
     tries: upstreams not asked yet. due_at: when to look at it again; an older entry in the heap means nothing.
-    added: pairs the reply brought, taken back if there is no room for their rows.
+    pairs: what the reply teaches, in each scope. is_allowed: by policy, not by audit.
     """
 
     number: int
@@ -53,6 +53,7 @@ class Transaction:
     asked_at: float
     deadline: float
     cookie: int = COOKIE_NONE
+    is_allowed: bool = False
     ask_server: bool = False
     tries: list[Upstream] = field(default_factory=list)
     upstream: Upstream | None = None
@@ -61,7 +62,7 @@ class Transaction:
     barrier: Barrier | None = None
     addresses: tuple[tuple[Address, int], ...] = ()
     replied_at: float = 0.0
-    added: list[Pair] = field(default_factory=list)
+    pairs: tuple[Pair, ...] = ()
     due_at: float = 0.0
     rows_waited_for: int = 0
 
@@ -94,6 +95,8 @@ class Proxy:
         self._number_by_barrier: dict[int, int] = {}
         self._open_by_endpoint: dict[int, int] = {}
         self._deadlines: list[tuple[float, int]] = []
+        # Pairs that are new by replies which are still held -> those replies. One that is released makes a pair stay.
+        self._bringers: dict[Pair, set[int]] = {}
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class Proxy:
         verdict = compiled.may_ask(
             transaction.question.name, self._ipcache.label_set(scope, query.server), query.port, query.protocol
         )
-        transaction.cookie, transaction.ask_server = verdict.cookie, verdict.ask_server
+        transaction.is_allowed, transaction.cookie, transaction.ask_server = verdict.allowed, verdict.cookie, verdict.ask_server
         return verdict.allowed or compiled.audit
 
     def _compiled(self, transaction: Transaction) -> CompiledPolicy:
@@ -241,18 +244,27 @@ class Proxy:
 
     def _hold(self, transaction: Transaction, now: float) -> None:
         """Learn what the reply teaches and take its barrier from the rows as they stand (barrier.py)."""
-        if not transaction.addresses or not self._teaches(transaction):
+        # A question let through by audit alone opens nothing.
+        if not transaction.addresses or not transaction.is_allowed:
             self._release(transaction, now)
             return
-        scope = self._groups.endpoints[transaction.endpoint].scope
+        name, is_wanted = transaction.question.name, self._is_wanted(transaction)
+        rows, added = [], []
         try:
-            learned = self._names.learn(transaction.question.name, transaction.addresses, scope, now)
+            for scope in self._groups.scopes_of(transaction.endpoint):
+                learned = self._names.learn(name, transaction.addresses, scope, now)
+                self._bring(transaction, scope, learned.added)
+                rows += learned.rows
+                added += learned.added
         except NoRoom as error:
-            self._fail(transaction, ExtendedError.NOT_READY, str(error), now)
+            self._count("replies without room")
+            self._let_go(transaction, has_room=False)
+            if is_wanted:
+                self._give_up(transaction, str(error), now)
+            else:
+                self._release(transaction, now)
             return
-        transaction.added += learned.added
-        rows = learned.rows if self._is_wanted(transaction) else []
-        if KnownBad.NOTHING_CHANGED_NO_WAIT in self._known_bad and not learned.added:
+        if not is_wanted or (KnownBad.NOTHING_CHANGED_NO_WAIT in self._known_bad and not added):
             rows = []
         self._reconciler.settle()
         transaction.barrier = self._reconciler.barriers.take(rows, must_be_present=True)
@@ -261,14 +273,10 @@ class Proxy:
             self._barrier_over(transaction, now)
             return
         if len(self._number_by_barrier) >= self.settings.held_replies_max:
-            self._fail(transaction, ExtendedError.NOT_READY, "too many held replies", now)
+            self._give_up(transaction, "too many held replies", now)
             return
         self._number_by_barrier[id(transaction.barrier)] = transaction.number
         self._due(transaction, min(transaction.deadline, transaction.replied_at + self.settings.gate_deadline_s))
-
-    def _teaches(self, transaction: Transaction) -> bool:
-        """A question let through by audit alone opens nothing."""
-        return transaction.cookie != COOKIE_NONE or not self._compiled(transaction).audit
 
     def _is_wanted(self, transaction: Transaction) -> bool:
         """Does a selector of the asking endpoint want the name? Else there is nothing to wait for."""
@@ -285,19 +293,57 @@ class Proxy:
                 self._release(self.transactions[number], now)
 
     def _barrier_over(self, transaction: Transaction, now: float) -> None:
-        assert transaction.barrier is not None
-        if transaction.barrier.error is None:
+        barrier = transaction.barrier
+        assert barrier is not None
+        if barrier.error is not None:
+            self._let_go(transaction, has_room=barrier.errno not in NO_ROOM)
+            self._give_up(transaction, barrier.error, now)
+        elif self._is_wanted(transaction) and not self._names.holds(transaction.pairs):
+            # The rows are there for other names' sake: this name lost an address meanwhile.
+            self._give_up(transaction, "an address of the reply is held no longer", now)
+        else:
             self._release(transaction, now)
-            return
-        if transaction.barrier.errno in NO_ROOM:
-            # Nothing of this reply stays behind, so that nothing piles up (DECISIONS 9).
-            self._names.take_back(transaction.added)
-        self._fail(transaction, ExtendedError.NOT_READY, transaction.barrier.error, now)
+
+    def _give_up(self, transaction: Transaction, why: str, now: float) -> None:
+        """What the reply needs cannot be, or is not there in time (DECISIONS 9)."""
+        if self.settings.release_on_failure:
+            self._count("replies released on failure")
+            self._release(transaction, now)
+        else:
+            self._fail(transaction, ExtendedError.NOT_READY, why, now)
+
+    def _bring(self, transaction: Transaction, scope: int, added: Iterable[Pair]) -> None:
+        name = transaction.question.name
+        pairs = tuple(Pair(scope, name, address) for address, _ in transaction.addresses)
+        for pair in added:
+            self._bringers[pair] = set()
+        for pair in pairs:
+            if pair in self._bringers:
+                self._bringers[pair].add(transaction.number)
+        transaction.pairs += pairs
+
+    def _let_go(self, transaction: Transaction, *, is_released: bool = False, has_room: bool = True) -> None:
+        """The reply is held no longer.
+
+        Where there is no room, what it brought is taken back, so that nothing piles up (DECISIONS 9); not what another reply
+        brought too that is still held, or was released: its client has the address.
+        """
+        for pair in transaction.pairs:
+            bringers = self._bringers.get(pair)
+            if bringers is None:
+                continue
+            bringers.discard(transaction.number)
+            if is_released or not bringers:
+                del self._bringers[pair]
+            if not bringers and not is_released and not has_room:
+                self._names.take_back((pair,))
+        transaction.pairs = ()
 
     def judge_again(self, endpoints: frozenset[int], now: float) -> None:
         """The policies of these endpoints changed: a held reply is judged again before it goes (DECISIONS 9)."""
         for transaction in [t for t in self.transactions.values() if t.endpoint in endpoints and t.barrier is not None]:
             self._forget_barrier(transaction)
+            transaction.pairs = ()
             if self._may_ask(transaction):
                 self._hold(transaction, now)
             else:
@@ -309,6 +355,7 @@ class Proxy:
 
     def _release(self, transaction: Transaction, now: float) -> None:
         assert transaction.reply is not None
+        self._let_go(transaction, is_released=True)
         self._close(transaction)
         message = messages.fit(transaction.reply, transaction.question, transaction.query.protocol)
         self._effects.append(SendReply(transaction.query.asker, message))
@@ -339,10 +386,7 @@ class Proxy:
 
     def _gate_deadline(self, transaction: Transaction, now: float) -> None:
         self._count("gate deadlines")
-        if self.settings.release_on_failure:
-            self._release(transaction, now)
-        else:
-            self._fail(transaction, ExtendedError.NOT_READY, "the addresses are not in the kernel yet", now)
+        self._give_up(transaction, "the addresses are not in the kernel yet", now)
 
     def asker_gone(self, gone: AskerGone) -> None:
         for number in list(self._numbers_by_asker.get(gone.asker, ())):
@@ -369,6 +413,7 @@ class Proxy:
 
     def _close(self, transaction: Transaction) -> None:
         del self.transactions[transaction.number]
+        self._let_go(transaction)
         self._forget_barrier(transaction)
         numbers = self._numbers_by_asker[transaction.query.asker]
         numbers.discard(transaction.number)

@@ -142,9 +142,7 @@ FLOW_VALUE = Layout(
     pad="5s",
 )
 LAST_SEEN_KEY = Layout("last_seen_key", scope="I", address="16s")
-FRAGMENT_KEY = Layout(
-    "fragment_key", endpoint="I", source="16s", destination="16s", id="I", next="B", direction="B", pad="2s"
-)
+FRAGMENT_KEY = Layout("fragment_key", endpoint="I", source="16s", destination="16s", id="I", next="B", direction="B", pad="2s")
 FRAGMENT_VALUE = Layout(
     "fragment_value", at="Q", source_port="2s", destination_port="2s", policy_port="2s", protocol="B", kind="B"
 )

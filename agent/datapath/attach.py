@@ -1,11 +1,11 @@
 """Programs on interfaces.
 
-Where the kernel has TCX (6.6), a link: ours is put first in the chain, the link is pinned, and another program is swapped in by one
-system call between two packets. Below, the clsact qdisc, whose filter is replaced in place. Neither is ever removed and added:
-between the two every packet would pass.
+Where the kernel has TCX (6.6), a link: ours is put first in the chain, the link is pinned, and another program is swapped in by
+one system call between two packets. Below, the clsact qdisc, whose filter is replaced in place. Neither is ever removed and
+added: between the two every packet would pass.
 
-Pins: DIRECTORY/links/INTERFACE-ingress holds the link, DIRECTORY/filters/INTERFACE-ingress the program of a clsact filter, so that
-whoever cleans up knows where to look. The interface is looked up in the caller's network namespace.
+Pins: DIRECTORY/links/INTERFACE-ingress holds the link, DIRECTORY/filters/INTERFACE-ingress the program of a clsact filter, so
+that whoever cleans up knows where to look. The interface is looked up in the caller's network namespace.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _PARENT_EGRESS: Final = 0xFFFF_FFF3
 _CLSACT_HANDLE: Final = 0xFFFF_0000
 _PRIORITY: Final = 1
 _ETH_P_ALL: Final = 3
+_FILTER_NAME: Final = "namegate-"
 _NO_TCX: Final = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
@@ -65,7 +66,7 @@ class HookState(enum.StrEnum):
 
 
 def hooks(interface: str, ifindex: int, orientation: Orientation) -> dict[str, Hook]:
-    """Which program belongs where: what leaves a veth's peer arrives at the host side's ingress; an uplink is the host itself."""
+    """Which program belongs where: what leaves a veth's peer arrives at the host side's ingress; an uplink is the host."""
     is_behind = orientation is Orientation.BEHIND
     return {
         "from_endpoint": Hook(interface, ifindex, is_ingress=is_behind),
@@ -167,7 +168,7 @@ def state(hook: Hook, program: int) -> HookState:
 
 
 def _netlink(work: Callable[[IPRoute], _T]) -> _T:
-    """pyroute2's synchronous face runs an event loop of its own, which a thread with a running loop forbids: then in another."""
+    """pyroute2's synchronous face runs an event loop of its own; where one runs already that needs another thread."""
     from pyroute2 import IPRoute
 
     def run() -> _T:
@@ -203,7 +204,7 @@ def _replace_filter(hook: Hook, program: int, directory: Path) -> None:
             hook.ifindex,
             1,
             fd=program,
-            name="namegate",
+            name=f"{_FILTER_NAME}{syscall.program_info(program).id}",
             parent=_parent(hook),
             prio=_PRIORITY,
             protocol=_ETH_P_ALL,
@@ -235,10 +236,17 @@ def _delete_filter(netlink: IPRoute, hook: Hook) -> None:
 
 
 def _filter_programs(netlink: IPRoute, hook: Hook) -> tuple[int, ...]:
+    """Ids of our programs in the order in which the filters run, 0 for each of somebody else.
+
+    Read from the filter's name, which is replaced together with its program: pyroute2 does not decode the id beside it.
+    """
     found: list[tuple[int, int]] = []
     for message in netlink.get_filters(hook.ifindex, parent=_parent(hook)):
         options: Any = message.get_attr("TCA_OPTIONS")
-        number = options.get_attr("TCA_BPF_ID") if message.get_attr("TCA_KIND") == "bpf" and options else None
-        if number is not None:
-            found.append((message["info"] >> 16, number))
-    return tuple(number for _, number in sorted(found))
+        if options is None:
+            continue  # the head of a chain
+        is_bpf = message.get_attr("TCA_KIND") == "bpf"
+        name = str(options.get_attr("TCA_BPF_NAME") or "") if is_bpf else ""
+        number = name.removeprefix(_FILTER_NAME)
+        found.append((message["info"] >> 16, int(number) if name.startswith(_FILTER_NAME) and number.isdecimal() else 0))
+    return tuple(number for _, number in sorted(found, key=lambda each: each[0]))

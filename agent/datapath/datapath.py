@@ -5,8 +5,8 @@ What is pinned outlives the process, and the kernel goes on enforcing with it:
     DIRECTORY/maps/NAME                    the tables, for whoever wants to look (bpftool map dump pinned …)
     DIRECTORY/links/INTERFACE-ingress      a program on a hook
 
-A start makes its own maps, fills them and then swaps its programs in, hook by hook; until then the programs of the process before
-go on judging by theirs. Nothing old is touched before the first hook is taken over: a start that fails leaves all as it was.
+A start makes its own maps, fills them and then swaps its programs in, hook by hook; until then the programs of the process
+before go on judging by theirs. Nothing old is touched before the first hook is taken over: a start that fails leaves all as it was.
 
 open() and cleanup() speak netlink synchronously: call them while no event loop runs. The rest may be called in one.
 """
@@ -23,7 +23,8 @@ from typing import Final
 
 from agent.core.events import Attach, Detach
 from agent.core.types import Address, Key, Orientation, Table, Value, Write
-from agent.datapath import abi, attach, device, loader, syscall
+from agent.datapath import abi, attach, loader, syscall
+from agent.datapath import device as interception
 from agent.datapath.abi import Loss
 from agent.datapath.attach import Hook, HookState
 from agent.datapath.errors import DatapathError, refused
@@ -38,6 +39,7 @@ _MAPS_NEW: Final = "maps-new"
 class Settings:
     """What the agent takes for itself in the kernel. Names and defaults are those of `datapath` in the configuration.
 
+    answers_per_second: refusals sent to one endpoint; what is over them is dropped silently, 0 drops everything silently.
     cache: where bytecode and merged headers are; None: NAMEGATE_CACHE, or /var/cache/namegate.
     """
 
@@ -56,6 +58,7 @@ class Settings:
     own_address_rows: int = 16_384
     counter_rows: int = 32_768
     rule_rows: int = 16_384
+    answers_per_second: int = 100
     cache: Path | None = None
 
     @property
@@ -64,8 +67,8 @@ class Settings:
         return self.mark ^ (self.mark_mask & -self.mark_mask)
 
     @property
-    def interception_device(self) -> device.Device:
-        return device.Device(self.device, self.routing_table, self.rule_priority)
+    def interception_device(self) -> interception.Device:
+        return interception.Device(self.device, self.routing_table, self.rule_priority)
 
     def defines(self) -> dict[str, int]:
         """The constants the program is compiled with."""
@@ -73,6 +76,7 @@ class Settings:
             "MARK_MASK": self.mark_mask,
             "MARK_AGENT": self.mark,
             "MARK_ANSWER": self.mark_answer,
+            "ANSWERS_PER_SECOND": self.answers_per_second,
             "IPCACHE_MAX": self.ipcache_rows,
             "POLICY_MAX": self.policy_rows,
             "FLOWS_MAX": self.flow_rows,
@@ -110,8 +114,8 @@ class Datapath:
             _pin_maps(loaded.fds_by_map, settings.pin_directory / _MAPS_NEW, undo)
             had_device = _has_interface(settings.device)
             if not had_device:
-                undo.callback(device.remove, settings.interception_device)
-            ifindex = device.provide(settings.interception_device)
+                undo.callback(interception.remove, settings.interception_device)
+            ifindex = interception.provide(settings.interception_device)
             datapath = cls(settings, loaded, Hook(settings.device, ifindex, is_ingress=True))
             datapath.tables.set_setting(abi.SETTING_GATE_IFINDEX, ifindex)
             undo.pop_all()
@@ -141,8 +145,8 @@ class Datapath:
     def attach(self, effect: Attach) -> None:
         """Puts the programs on an interface, or in place of those of the process before; raises DatapathError.
 
-        The hook that sees what the endpoint sends comes first: its packets open the flows by which the other hook knows their
-        replies.
+        The hook that sees what the endpoint sends comes first: its packets open the flows by which the other hook knows
+        their replies.
         """
         hooks = attach.hooks(effect.interface, effect.ifindex, effect.orientation)
         try:
@@ -161,7 +165,7 @@ class Datapath:
         self._attached.discard(effect.interface)
 
     def detach_others(self) -> list[str]:
-        """Interfaces that a process before had attached and this one has not: detached, and named. Call when all are attached."""
+        """Detaches, and names, the interfaces a process before had attached and this one has not. Call when all are attached."""
         others = [
             hook
             for hook in attach.attached(self.settings.pin_directory)
@@ -250,7 +254,7 @@ def cleanup(settings: Settings) -> list[str]:
     for name in (_MAPS, _MAPS_NEW, "links", "filters"):
         _remove_pins(directory / name)
     _remove_if_empty(directory)
-    device.remove(settings.interception_device)
+    interception.remove(settings.interception_device)
     return sorted({hook.interface for hook in found if hook.interface != settings.device})
 
 

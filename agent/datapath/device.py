@@ -6,7 +6,7 @@ default dev lo`. Why a device, and why these sysctls, which are set on it and on
   an address     without one, reverse path filtering refuses every packet of the interface, however it is set
   rp_filter=2    the packets come in by another interface than the one that leads back to their sender; 2 beats `all`=1
   accept_local=1 an uplink's own packets have the host's addresses as their source
-  accept_ra=0    and no IPv6 address: nobody but us sends here
+  accept_ra=0    and no IPv6 address: nobody but us sends here; disable_ipv6=1 on the other side, or it would solicit routers
 
 The address is 192.0.0.8, which IANA keeps as a dummy (RFC 7600), of host scope: it is chosen as a source for nothing.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,6 +33,7 @@ _SYSCTLS: Final = {
     "ipv4": {"rp_filter": "2", "accept_local": "1"},
     "ipv6": {"accept_ra": "0", "autoconf": "0", "addr_gen_mode": "1"},
 }
+_SYSCTLS_PEER: Final = {"ipv6": {"disable_ipv6": "1"}}
 
 
 class Device(NamedTuple):
@@ -66,15 +67,16 @@ def provide(device: Device) -> int:
                 netlink.link("add", ifname=device.name, kind="veth", peer={"ifname": device.peer})
                 found = netlink.link_lookup(ifname=device.name)
             elif not _is_ours(netlink.get_links(found[0])[0]):
-                raise DatapathError(errno.EEXIST, f"{device.name} is an interface of somebody else: name another datapath.device")
+                raise DatapathError(
+                    errno.EEXIST, f"{device.name} is an interface of somebody else: name another datapath.device"
+                )
             ifindex = int(found[0])
-            _set_sysctls(device.name)
+            _set_sysctls(device.name, _SYSCTLS)
+            _set_sysctls(device.peer, _SYSCTLS_PEER)
             for name in (device.name, device.peer):
                 for index in netlink.link_lookup(ifname=name):
                     netlink.link("set", index=index, state="up")
-            unless_there(
-                lambda: netlink.addr("add", index=ifindex, address=_ADDRESS, prefixlen=32, scope=_SCOPE_HOST)
-            )
+            unless_there(lambda: netlink.addr("add", index=ifindex, address=_ADDRESS, prefixlen=32, scope=_SCOPE_HOST))
             for family, everything in _FAMILIES.items():
                 if family == socket.AF_INET6 and not _has_ipv6():
                     continue
@@ -121,9 +123,9 @@ def _has_ipv6() -> bool:
     return Path("/proc/sys/net/ipv6").is_dir()
 
 
-def _set_sysctls(name: str) -> None:
+def _set_sysctls(name: str, values_by_family: Mapping[str, Mapping[str, str]]) -> None:
     """Of the caller's network namespace, which /proc/sys/net always shows."""
-    for family, values in _SYSCTLS.items():
+    for family, values in values_by_family.items():
         for key, value in values.items():
             path = Path("/proc/sys/net") / family / "conf" / name / key
             try:

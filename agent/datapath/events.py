@@ -1,8 +1,8 @@
 """What the program tells: one event for each packet it dropped, read from the ring the kernel and we share.
 
-The ring is two mappings of one map: a page with our position, which we write; the kernel's position and the data, mapped twice in
-a row so that no record is ever cut by the end. A record is eight bytes of header and the event; the kernel sets the length last.
-See Documentation/bpf/ringbuf.rst. The map's file descriptor can be polled; reading makes it silent until the next event.
+The ring is two mappings of one map: a page with our position, which we write; the kernel's position and the data, mapped twice
+in a row so that no record is ever cut by the end. A record is eight bytes of header and the event; the kernel sets the length
+last. See Documentation/bpf/ringbuf.rst. The map's file descriptor can be polled; reading makes it silent until the next event.
 """
 
 from __future__ import annotations

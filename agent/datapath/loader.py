@@ -117,7 +117,9 @@ def load(code: Bytecode) -> Loaded:
         for name, shape in code.shapes_by_map.items():
             key, value = abi.MAPS.get(name, (None, None))
             if key and value and (shape.key_size, shape.value_size) != (key.size, value.size):
-                raise AssertionError(f"map {name}: maps.h says {shape.key_size}, {shape.value_size}, abi.py {key.size}, {value.size}")
+                raise AssertionError(
+                    f"map {name}: maps.h says {shape.key_size}, {shape.value_size}, abi.py {key.size}, {value.size}"
+                )
             try:
                 maps[name] = keep(syscall.map_create(*shape, name))
             except OSError as problem:
@@ -204,7 +206,8 @@ def kernel_headers(cache: Path) -> Path | None:
     if Path("/sys/kernel/kheaders.tar.xz").exists():
         return None
     raise DatapathError(
-        errno.ENOENT, f"there are no kernel headers: install linux-headers-{release}, or run scripts/setup, which finds near ones"
+        errno.ENOENT,
+        f"there are no kernel headers: install linux-headers-{release}, or run scripts/setup, which finds near ones",
     )
 
 

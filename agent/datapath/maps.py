@@ -3,7 +3,7 @@
 Rule 1: a write is one system call whose buffers exist already, because it stands between a DNS reply and its client.
 Rule 2: a refused write is a number in the result, not an exception: what it means is the reconciler's business. ENOENT on a
 delete is success: the row is not there, which is what was wanted.
-Rule 3: a dump is a generator. Whoever has little time takes a slice. Rows that change meanwhile may be seen twice or not at all.
+Rule 3: a dump is a generator. Whoever has little time takes a slice; rows that change meanwhile may be seen twice or never.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _possible_processors() -> int:
 
 
 class _Rows:
-    """One map, with the buffers of its writes."""
+    """One map, with the buffers of its writes. They are never resized, so the kernel may know them by their addresses."""
 
     def __init__(self, name: str, fd: int, key: Layout, value: Layout) -> None:
         self.name = name
@@ -75,24 +75,22 @@ class _Rows:
         self.key_size = key.size
         self.value = value
         self.max_entries = syscall.map_info(fd).max_entries
-        self._key = syscall.new_attribute()
-        self._value = syscall.new_attribute()
-        self._put = syscall.new_attribute()
-        self._delete = syscall.new_attribute()
-        addresses = [abi.U64.pack(syscall.address_of(buffer)) for buffer in (self._key, self._value)]
+        self._key, self._value = bytearray(key.size), bytearray(max(value.size, 8))
+        self._shared = [syscall.shared(buffer) for buffer in (self._key, self._value)]
+        addresses = [abi.U64.pack(syscall.address_of(buffer)) for buffer in self._shared]
         head = abi.U32.pack(fd) + bytes(4)
-        self._put[: 8 * 3] = head + b"".join(addresses)
-        self._delete[: 8 * 2] = head + addresses[0]
+        self._put = syscall.new_attribute(head + b"".join(addresses))
+        self._delete = syscall.new_attribute(head + addresses[0])
 
     def put(self, key: bytes, value: bytes) -> int:
         """0 or an errno."""
-        self._key[: len(key)] = key
+        self._key[:] = key
         self._value[: len(value)] = value
         return -syscall.call(syscall.MAP_UPDATE, self._put)
 
     def delete(self, key: bytes) -> int:
         """0 or an errno."""
-        self._key[: len(key)] = key
+        self._key[:] = key
         result = -syscall.call(syscall.MAP_DELETE, self._delete)
         return 0 if result == errno.ENOENT else result
 
@@ -102,9 +100,7 @@ class _Rows:
         limit = _BATCH
         while True:
             try:
-                batch = syscall.map_lookup_batch(
-                    self.fd, position, max(self.key_size, 4), self.key_size, value_size, limit
-                )
+                batch = syscall.map_lookup_batch(self.fd, position, max(self.key_size, 4), self.key_size, value_size, limit)
             except OSError as problem:
                 if problem.errno == errno.ENOSPC and limit < _BATCH_MAX:
                     limit *= 2  # one bucket of the hash holds more than that
@@ -113,7 +109,7 @@ class _Rows:
                     yield from self._dump_one_by_one(value_size)
                     return
                 raise refused(f"read the map {self.name}", problem) from None
-            for i in range(batch.count):
+            for i in range(batch.length):
                 key = batch.keys[i * self.key_size : (i + 1) * self.key_size]
                 yield key, batch.values[i * value_size : (i + 1) * value_size]
             if batch.position is None:

@@ -153,7 +153,7 @@ class Judgement:
         return self.audited or not self.reason.is_drop
 
 
-class _Drop(Exception):  # noqa: N818
+class _Drop(Exception):
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -425,9 +425,7 @@ def _flow_key(endpoint: int, packet: Packet, is_source_local: bool) -> FlowKey:
 
 
 def _fragment_key(packet: Packet, endpoint: EndpointValue, direction: Direction) -> FragmentKey:
-    return FragmentKey(
-        endpoint.endpoint, packet.source, packet.destination, packet.number, packet.following, direction
-    )
+    return FragmentKey(endpoint.endpoint, packet.source, packet.destination, packet.number, packet.following, direction)
 
 
 # --- reading a frame (2.) --------------------------------------------------------------------------------------------

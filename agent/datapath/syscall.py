@@ -50,8 +50,14 @@ def call(command: int, attribute: ctypes.Array[ctypes.c_char]) -> int:
     return result if result >= 0 else -ctypes.get_errno()
 
 
-def new_attribute() -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(_ATTRIBUTE_SIZE)
+def new_attribute(fields: bytes) -> ctypes.Array[ctypes.c_char]:
+    """For call(): these fields, and zero behind them."""
+    return ctypes.create_string_buffer(fields, _ATTRIBUTE_SIZE)
+
+
+def shared(memory: bytearray) -> ctypes.Array[ctypes.c_char]:
+    """The same memory, as something with an address; while it is in use the bytearray cannot be resized."""
+    return (ctypes.c_char * len(memory)).from_buffer(memory)
 
 
 def _bpf(command: int, fields: bytes) -> tuple[int, bytes]:
@@ -94,7 +100,7 @@ class LinkInfo(NamedTuple):
     attach_type: int
 
 
-class TestRun(NamedTuple):
+class ProgramRun(NamedTuple):
     action: int
     frame: bytes
     nanoseconds: int
@@ -138,13 +144,11 @@ def map_next_key(fd: int, key: bytes | None, key_size: int) -> bytes | None:
 class Batch(NamedTuple):
     keys: bytes
     values: bytes
-    count: int
+    length: int  # in rows
     position: bytes | None  # where the next batch begins; None: this was the last one
 
 
-def map_lookup_batch(
-    fd: int, position: bytes | None, position_size: int, key_size: int, value_size: int, limit: int
-) -> Batch:
+def map_lookup_batch(fd: int, position: bytes | None, position_size: int, key_size: int, value_size: int, limit: int) -> Batch:
     """Up to `limit` rows. position_size: a key's for a trie, 4 for a hash, and at least either.
 
     Raises OSError: ENOSPC when a hash bucket holds more than `limit`; EINVAL or EOPNOTSUPP where the kernel has no batch for
@@ -214,8 +218,11 @@ def program_load(instructions: bytes, name: str) -> int:
         raise OSError(first.errno, "; ".join(said[-3:]) or os.strerror(first.errno or 0)) from None
 
 
-def test_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) -> TestRun:
-    """BPF_PROG_TEST_RUN. context: a `struct __sk_buff`, of which the kernel takes ifindex, mark, ingress_ifindex and a few more."""
+def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) -> ProgramRun:
+    """BPF_PROG_TEST_RUN.
+
+    context: a `struct __sk_buff`, of which the kernel takes ifindex, ingress_ifindex, mark and a few more.
+    """
     size = len(frame) + 256
     data_in, data_out = _buffer(frame), ctypes.create_string_buffer(size)
     context_in, context_out = _buffer(context), ctypes.create_string_buffer(max(len(context), 1))
@@ -240,7 +247,7 @@ def test_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) -> Te
     _, out = _bpf(_PROG_TEST_RUN, fields)
     action, _, length = struct.unpack_from("=iII", out, 4)
     (nanoseconds,) = struct.unpack_from("=I", out, 36)
-    return TestRun(action, data_out.raw[: min(length, size)], nanoseconds)
+    return ProgramRun(action, data_out.raw[: min(length, size)], nanoseconds)
 
 
 def _info(fd: int, size: int) -> bytes:

@@ -201,7 +201,6 @@ class Connection:
         self.progress_at = self._connections.loop.time()
         self._unsent += _LENGTH.pack(len(message))
         self._unsent += message
-        self._parse_again()
         if not self._writes:
             self._write()
 
@@ -275,8 +274,11 @@ class Connection:
         self._settle()
 
     def _settle(self) -> None:
-        """Read and write as far as there is room and something to do; close when all is done."""
-        if self._is_ending and self.is_idle and not self._parse_is_due:
+        """Read and write as far as there is room and something to do; close when all is done.
+
+        The end is only read when there was room, so by then every whole message has been handed over.
+        """
+        if self._is_ending and self.is_idle:
             self.close()
             return
         self._want(reads=self._has_room and not self._is_ending, writes=bool(self._unsent))

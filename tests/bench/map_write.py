@@ -49,21 +49,24 @@ def _with_tables_together(tables: KernelTables, size: int) -> Callable[[int], No
     return run
 
 
-def _bare(fd: int, command: int) -> Callable[[int], None]:
-    key, value, attribute = syscall.new_attribute(), syscall.new_attribute(), syscall.new_attribute()
-    key_bytes = memoryview(key).cast("B")
-    struct.pack_into("=I", value, 0, _IDENTITY)
-    struct.pack_into("=I4xQ", attribute, 0, fd, syscall.address_of(key))
-    if command == syscall.MAP_UPDATE:
-        struct.pack_into("=Q", attribute, 16, syscall.address_of(value))
-    keys = [struct.pack("=II", _PREFIX_LENGTH, _SCOPE) + (_FIRST_ADDRESS + i).to_bytes(4, "big") for i in range(_ROWS)]
+class _Bare:
+    """The system call again and again; holds the memory whose addresses the kernel is given."""
 
-    def run(count: int) -> None:
+    def __init__(self, fd: int, command: int) -> None:
+        self._command = command
+        self._key, self._value = bytearray(12), bytearray(struct.pack("=I", _IDENTITY))
+        self._buffers = [syscall.shared(memory) for memory in (self._key, self._value)]
+        key_at, value_at = map(syscall.address_of, self._buffers)
+        fields = struct.pack("=I4xQQ", fd, key_at, value_at if command == syscall.MAP_UPDATE else 0)
+        self._attribute = syscall.new_attribute(fields)
+        addresses = ((_FIRST_ADDRESS + i).to_bytes(4, "big") for i in range(_ROWS))
+        self._keys = [struct.pack("=II", _PREFIX_LENGTH, _SCOPE) + address for address in addresses]
+
+    def run(self, count: int) -> None:
+        key, keys, command, attribute = self._key, self._keys, self._command, self._attribute
         for i in range(count):
-            key_bytes[:12] = keys[i & _ROWS - 1]
+            key[:] = keys[i & _ROWS - 1]
             syscall.call(command, attribute)
-
-    return run
 
 
 @contextmanager
@@ -71,7 +74,7 @@ def _races() -> Iterator[Sequence[Race]]:
     with closing(loader.load(loader.bytecode({}))) as loaded:
         tables = KernelTables(loaded.fds_by_map)
         fd = loaded.fds_by_map["ipcache4"]
-        update, delete = _bare(fd, syscall.MAP_UPDATE), _bare(fd, syscall.MAP_DELETE)
+        update, delete = _Bare(fd, syscall.MAP_UPDATE).run, _Bare(fd, syscall.MAP_DELETE).run
         # Both sides write the same rows: what one put, the other takes away.
         update(_ROWS)
         assert tables.fill(Table.IPCACHE).used == _ROWS

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import select
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,8 +89,14 @@ def _is(address: str, identity: int | None) -> Write:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     number = os.getpid()
-    small = {"ipcache_rows": 1024, "policy_rows": 1024, "flow_rows": 1024, "fragment_rows": 256, "last_seen_rows": 1024}
-    settings = Settings(pin_directory=Path(f"/sys/fs/bpf/namegate-test-{number}"), **small)
+    settings = Settings(
+        pin_directory=Path(f"/sys/fs/bpf/namegate-test-{number}"),
+        ipcache_rows=1_024,
+        policy_rows=1_024,
+        flow_rows=1_024,
+        fragment_rows=256,
+        last_seen_rows=1_024,
+    )
     with labs.lab() as lab:
         try:
             yield Scene(lab, settings)
@@ -112,13 +120,16 @@ def _echo(*addresses: str) -> Iterator[None]:
             made.bind((address, 80))
             sockets.append(made)
         stop_reading, stop = os.pipe()
+        poll = select.poll()
+        for fd in (stop_reading, *(each.fileno() for each in sockets)):
+            poll.register(fd, select.POLLIN)
 
         def serve() -> None:
             while True:
-                ready, _, _ = select.select([*sockets, stop_reading], [], [], 30)
+                ready = {fd for fd, _ in poll.poll(30_000)}
                 if stop_reading in ready or not ready:
                     return
-                for each in ready:
+                for each in (each for each in sockets if each.fileno() in ready):
                     data, asker = each.recvfrom(512)
                     each.sendto(data.upper(), asker)
 
@@ -160,6 +171,16 @@ def test_packets(scene: Scene, address: str, protocol: int) -> None:
         assert datapath.apply([_is(address, None)]) == [0]
         assert scene.lab.ping(address)  # the same flow: an echo is one by its identifier
         assert scene.lab.asks(socket.SOCK_DGRAM, address, 80, b"a") != b"A"
+
+
+@pytest.mark.parametrize(("address", "error"), [(HOST, "OSError"), (HOST6, "PermissionError")])
+def test_refusal(scene: Scene, address: str, error: str) -> None:
+    """A denied client hears of it at once: connect() is refused, a datagram is answered with an error."""
+    with scene.opened() as datapath:
+        datapath.attach(scene.attach)
+        assert scene.lab.asks(socket.SOCK_STREAM, address, 443, b"a") == "ConnectionRefusedError"
+        assert scene.lab.asks(socket.SOCK_DGRAM, address, 443, b"a") == error
+        assert _counted(datapath, Reason.PASS_ANSWER) == _counted(datapath, Reason.DROP_POLICY) == 2
 
 
 def test_spoofed_source(scene: Scene) -> None:
@@ -243,7 +264,7 @@ def test_no_listener(scene: Scene) -> None:
         datapath.set_dns_sockets({0: listener.fileno()})
         datapath.attach(scene.attach)
         listener.close()
-        assert isinstance(scene.lab.asks(socket.SOCK_DGRAM, _SERVER, 53, b"question"), str)
+        assert scene.lab.asks(socket.SOCK_DGRAM, _SERVER, 53, b"question") == "OSError"  # at once, not a timeout
         assert _counted(datapath, Reason.DROP_NO_SOCKET) > 0
 
 
@@ -314,6 +335,7 @@ def test_failed_attach(scene: Scene) -> None:
 
 def test_failed_start_leaves_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program the kernel refuses: no pin, no device, no descriptor is left."""
+
     def refuse(*_: object) -> int:
         raise OSError(errno.EACCES, "the verifier says no")
 
@@ -321,11 +343,11 @@ def test_failed_start_leaves_nothing(scene: Scene, monkeypatch: pytest.MonkeyPat
         pass
     with inside(scene.lab.host):
         cleanup(scene.settings)
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(list(Path("/proc/self/fd").iterdir()))
         monkeypatch.setattr(syscall, "program_load", refuse)
         with pytest.raises(DatapathError, match="cannot load the program"):
             Datapath.open(scene.settings)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
         assert not scene.settings.pin_directory.exists()
         assert "ng-gate" not in {name for _, name in socket.if_nameindex()}
 
@@ -356,3 +378,52 @@ def test_full_map(scene: Scene) -> None:
         assert datapath.apply(writes) == [errno.ENOSPC, 0, 0, 0]
         assert datapath.fill(Table.IPCACHE) == (1_024, 1_024)
         assert sum(1 for _ in datapath.dump(Table.IPCACHE)) == 1_024
+
+
+def test_without_tcx(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel before TCX the clsact filter does the same: enforced, replaced in place, removed without a trace."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "no such attach type")
+
+    monkeypatch.setattr(syscall, "tcx_attach", refuse)
+    monkeypatch.setattr(syscall, "tcx_programs", refuse)
+    with scene.opened() as datapath:
+        datapath.attach(scene.attach)
+        assert datapath.hook_state(scene.attach.ifindex, Orientation.BEHIND) is HookState.FIRST
+        assert not scene.lab.ping(HOST)
+        assert scene.lab.asks(socket.SOCK_STREAM, HOST, 443, b"a") == "ConnectionRefusedError"
+    with scene.opened() as second:
+        assert second.hook_state(scene.attach.ifindex, Orientation.BEHIND) is HookState.ABSENT
+        second.apply([_is(HOST, _HOSTS)])
+        second.attach(scene.attach)
+        assert second.hook_state(scene.attach.ifindex, Orientation.BEHIND) is HookState.FIRST
+        assert scene.lab.ping(HOST)
+        second.detach(Detach(1, scene.lab.interface, scene.attach.ifindex))
+        assert second.hook_state(scene.attach.ifindex, Orientation.BEHIND) is HookState.ABSENT
+        second.attach(scene.attach)
+    with inside(scene.lab.host):
+        assert cleanup(scene.settings) == [scene.lab.interface]
+        assert _qdiscs(scene.lab.interface) == {"noqueue"}
+
+
+def _qdiscs(interface: str) -> set[str]:
+    said = subprocess.run(["tc", "qdisc", "show", "dev", interface], check=True, capture_output=True, text=True, timeout=20)
+    return {line.split()[1] for line in said.stdout.splitlines()}
+
+
+def test_within_a_running_loop(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent attaches from its event loop, also where that takes netlink."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "no such attach type")
+
+    async def attach(datapath: Datapath) -> None:
+        datapath.attach(scene.attach)
+        assert datapath.hook_state(scene.attach.ifindex, Orientation.BEHIND) is HookState.FIRST
+
+    with scene.opened() as datapath:
+        asyncio.run(attach(datapath))
+        datapath.detach(Detach(1, scene.lab.interface, scene.attach.ifindex))
+        monkeypatch.setattr(syscall, "tcx_attach", refuse)
+        asyncio.run(attach(datapath))

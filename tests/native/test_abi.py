@@ -47,7 +47,7 @@ def test_counts() -> None:
     """The number of members stands behind the last one."""
     assert _members("abi.h", "reason")["REASON_COUNT"] == len(Reason)
     assert _members("abi.h", "loss")["LOSS_COUNT"] == len(Loss)
-    assert Reason.DROP_NO_ENDPOINT == min(reason for reason in Reason if reason.is_drop)
+    assert min(reason for reason in Reason if reason.is_drop) is Reason.DROP_NO_ENDPOINT
 
 
 def test_layout(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class RunningAgent:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.end(signal.SIGTERM)
         if error is not None and hasattr(error, "add_note"):
-            error.add_note(f"the agent's log:\n{self.log.read_text()[-6000:]}")
+            error.add_note(f"the agent's log:\n{self.log.read_text()[-1500:]}")
         self.lab.run(self.lab.host, sys.executable, "-m", "agent", "cleanup", "-c", self.configuration)
 
     def start(self) -> None:

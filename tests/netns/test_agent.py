@@ -157,9 +157,12 @@ def test_one_row_of_eight_that_cannot_be_written_holds_all_eight(lab: Lab, agent
 def test_a_full_map_is_servfail_until_there_is_room(lab: Lab, tmp_path: Path) -> None:
     """A real full map (ENOSPC): the reply fails at once and leaves nothing behind; when a row has gone the next one fits."""
     dns = {"ttl-floor": "2s", "ttl-cap": "2s", "keep-while-flow-seen": "1s"}
-    # One row for each client's own IPv4 address and one learned; the host's addresses are rows too.
-    rows = len(_addresses(lab, lab.host)) + len(lab.clients) + 1
-    with RunningAgent(lab, POLICY, tmp_path / "agent", dns=dns, datapath={"ipcache-rows": rows}) as agent:
+    # Both tries have as many rows; the one for IPv4 is to be full after one learned address, so its static rows are made up to
+    # those of IPv6 by networks that the policy names.
+    static = {version: len(_addresses(lab, version)) + len(lab.clients) for version in (4, 6)}
+    networks = "".join(f"203.0.113.{host}/32:9/udp\n" for host in range(100, 100 + static[6] - static[4]))
+    rows = {"ipcache-rows": max(static.values()) + 1}
+    with RunningAgent(lab, POLICY + networks, tmp_path / "agent", dns=dns, datapath=rows) as agent:
         assert ask(lab, "a.test").status == "NOERROR"
         answer = ask(lab, "b.test")
         assert (answer.status, answer.addresses) == ("SERVFAIL", ())
@@ -172,9 +175,9 @@ def test_a_full_map_is_servfail_until_there_is_room(lab: Lab, tmp_path: Path) ->
         assert connect(lab, "198.51.100.12") == "connected"
 
 
-def _addresses(lab: Lab, namespace: str) -> set[str]:
-    """IPv4 addresses of a namespace."""
-    lines = lab.run(namespace, "ip", "-4", "-o", "addr").stdout.splitlines()
+def _addresses(lab: Lab, version: int) -> set[str]:
+    """The host's addresses."""
+    lines = lab.run(lab.host, "ip", f"-{version}", "-o", "addr").stdout.splitlines()
     return {line.split()[3].partition("/")[0] for line in lines}
 
 
@@ -265,8 +268,8 @@ def host_resolver(lab: Lab, tmp_path: Path) -> Iterator[str]:
     """dnsmasq on the host's side of the client's veth, forwarding to the lab's name server; gives its address."""
     address = lab.client.gateways[0]
     command = ("dnsmasq", "-k", "-p", "53", "--no-resolv", "--no-hosts", "-C", "/dev/null", "--user=root", "--pid-file=")
-    log = (tmp_path / "dnsmasq.log").open("w")
-    process = lab.start(lab.host, *command, f"--server={NAME_SERVERS[0]}", stdout=log)
+    with (tmp_path / "dnsmasq.log").open("w") as log:
+        process = lab.start(lab.host, *command, f"--server={NAME_SERVERS[0]}", stdout=log)
     deadline = time.monotonic() + 10
     while lab.run(lab.host, "dig", f"@{address}", "a.test", "+tries=1", "+time=1", "+short", check=False).stdout == "":
         assert process.poll() is None, (tmp_path / "dnsmasq.log").read_text()

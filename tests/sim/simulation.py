@@ -4,7 +4,7 @@ The kernel performs one write at a time, late, or refuses it; its answers come l
 policies and endpoints come in between in any order. `Simulation` judges by the kernel's rows alone and by `naive`:
 
 I1  at rest, the kernel holds what a recomputation says
-I2  an ipcache row in the kernel names an identity whose policy rows are there, in every set a group points to
+I2  an ipcache row in the kernel names an identity whose policy rows are there, in every set an endpoint is judged by
 I3  each question gets one answer, in time; a released address passes at that moment
 I4  a number never gets other labels; while a flow remembers an identity its rows stay
 I5  at every single write, what both the state before and the one after allow is allowed
@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -60,6 +59,8 @@ PORTS_JUDGED = (80, 443)
 PORTS = (None, (443, 443), (80, 444), (80, 80))
 ENDPOINTS = {1: "192.0.2.11", 2: "192.0.2.12", 3: "192.0.2.13", 4: "192.0.2.12"}  # 4 comes where 2 was
 ISOLATED = frozenset({3})
+
+V4 = st.sampled_from([address for address in ADDRESSES if len(address) == 4])
 
 Triple = tuple[int, Address, int]  # endpoint, address, port
 Pairs = frozenset[tuple[int, str, Address]]
@@ -126,6 +127,7 @@ class Simulation:
         self.confirmed: Pairs = frozenset()  # in the cache, and their rows were realized since
         self.lingering: Pairs = frozenset()  # no longer in the cache, their rows not acknowledged yet
         self.disturbed: set[Address] = set()  # became or ceased to be an endpoint's or the host's
+        self.is_sound = True  # false from a judgement that failed
         self._pairs: Pairs = frozenset()
         self._judged = 0
         self._identities: dict[tuple[int, Address], int] = {}
@@ -135,6 +137,7 @@ class Simulation:
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
+        self.is_sound = False
         self.world.handle(event)
         self.judge()
 
@@ -146,12 +149,14 @@ class Simulation:
         result = error or self.world.kernel.apply(write)
         self.unheard.append((write, result))
         if result == 0:
+            self.is_sound = False
             if write.table is Table.IPCACHE:
                 self._identities.clear()
             elif write.table is Table.POLICY:
                 self._verdicts.clear()
             self.judge_order()
             self.judge_packets(f"{write.table} {write.key} = {write.value}")
+            self.is_sound = True
         return True
 
     def acknowledge(self, count: int) -> None:
@@ -164,6 +169,7 @@ class Simulation:
             self.handle(self.world.waiting_looks.popleft())
 
     def advance(self, seconds: float) -> None:
+        self.is_sound = False
         self.world.advance(seconds)
         self.judge()
 
@@ -232,11 +238,13 @@ class Simulation:
 
     def judge(self) -> None:
         """After every event."""
+        self.is_sound = False
         self._follow_pairs()
         for identity, labels in self.engine.identities.labels_by_identity.items():
             assert self.labels_by_number.setdefault(identity, labels) == labels, f"I4: {identity} stands for other labels now"
         self.judge_answers()
         self.judge_order()
+        self.is_sound = True
 
     def _follow_pairs(self) -> None:
         lifetimes, pending = self.engine.dns_cache.lifetimes, self.engine.reconciler.ipcache.pending
@@ -280,7 +288,8 @@ class Simulation:
     def judge_order(self) -> None:
         """I2, and the half of I4 about flows."""
         kernel = self.world.kernel.rows
-        sets = {value.set for value in kernel[Table.GROUPS].values() if isinstance(value, GroupValue)}
+        groups = {value.group for _, value in self.endpoint_rows()}
+        sets = {value.set for number, value in kernel[Table.GROUPS].items() if number in groups and isinstance(value, GroupValue)}
         named = {identity for identity in kernel[Table.IPCACHE].values() if isinstance(identity, int)}
         for identity in named | self.world.remembered:
             assert identity in self.labels_by_number, f"I4: the kernel names identity {identity}, which never was"
@@ -315,7 +324,7 @@ class Simulation:
         situation = Situation(engine.groups.policies, tuple(workloads.values()), self._pairs, self.host)
         realized = {key: self.labels_by_number[identity] for key, identity in kernel.rows[Table.IPCACHE].items()}  # type: ignore[index]
         assert realized == situation.label_sets(), "I1: ipcache"
-        judged = {endpoint: value for endpoint, value in self.endpoint_rows()}
+        judged = dict(self.endpoint_rows())
         assert judged.keys() == workloads.keys(), "I1: endpoints"
         assert len(kernel.rows[Table.ENDPOINTS]) == len(workloads), "I1: endpoints that are gone"
         for endpoint, value in judged.items():
@@ -356,8 +365,8 @@ class Simulation:
         assert not engine.reconciler.policy._missing_by_identity
         named = set(self.world.kernel.rows[Table.IPCACHE].values())
         for identity, labels in engine.identities.labels_by_identity.items():
-            held = identity in named or identity in self.world.remembered or identity < 1 << 24
-            assert held or any(s.identity == identity for s in engine.names.selectors.values()), f"{identity} {labels} is kept"
+            is_used = identity in named or identity in self.world.remembered or identity < 1 << 24
+            assert is_used or any(s.identity == identity for s in engine.names.selectors.values()), f"{identity} {labels} is kept"
         wanted = {peer for group in engine.groups.groups.values() for peer in group.compiled.peers if isinstance(peer, Fqdn)}
         assert engine.names.selectors.keys() == wanted
         for selector in engine.names.selectors.values():
@@ -383,6 +392,7 @@ class Histories(RuleBasedStateMachine):
         self.endpoints_used = {1, 2}
         self.world.start(*policies, endpoints={number: ENDPOINTS[number] for number in (1, 2)})
         self.sim.judge()
+        self.kernel_catches_up()
 
     # --- DNS
 
@@ -393,6 +403,13 @@ class Histories(RuleBasedStateMachine):
             self.sim.questions[asker] = (endpoint, name, self.world.now)
             self.sim.judge()
 
+    @rule(endpoint=st.sampled_from((1, 1, 2, 3)), name=st.sampled_from(NAMES[:3]), addresses=st.sets(V4, min_size=1, max_size=2))
+    def resolve(self, endpoint: int, name: str, addresses: set[Address]) -> None:
+        """A question answered at once, so that replies are held often."""
+        self.ask(endpoint, name, v6=False)
+        if self.sim.questions and max(self.sim.questions) not in self.sim.replied:
+            self._reply(max(self.sim.questions), addresses, ttl=8)
+
     def _open(self, pick: int) -> int | None:
         """One of the questions that wait for the upstream, or a late one."""
         asked = [asker for asker in self.sim.questions if asker not in self.sim.replied]
@@ -401,8 +418,12 @@ class Histories(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 5), addresses=st.sets(st.sampled_from(ADDRESSES), max_size=2), ttl=st.sampled_from((0, 8, 90)))
     def reply(self, pick: int, addresses: set[Address], ttl: int) -> None:
         asker = self._open(pick)
-        number = self.world.transaction_of(asker) if asker is not None else None
-        if asker is None or number is None or number not in self.world.asked:
+        if asker is not None:
+            self._reply(asker, addresses, ttl)
+
+    def _reply(self, asker: int, addresses: set[Address], ttl: int) -> None:
+        number = self.world.transaction_of(asker)
+        if number is None or number not in self.world.asked:
             return
         v6 = self.world.engine.proxy.transactions[number].question.qtype == 28
         texts = [Prefix.of(address) for address in sorted(addresses) if (len(address) == 16) is v6]
@@ -518,7 +539,7 @@ class Histories(RuleBasedStateMachine):
         self.sim.rest()
 
     def teardown(self) -> None:
-        if hasattr(self, "sim"):
+        if hasattr(self, "sim") and self.sim.is_sound:
             self.sim.rest()
 
 

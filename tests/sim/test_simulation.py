@@ -26,4 +26,4 @@ def test_invariants_hold_in_every_history() -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(histories(), settings=profile)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(histories(), settings=profile)

@@ -1,7 +1,7 @@
-"""A world for the engine: a kernel made of dictionaries, an upstream that says what the test says, clients that look at what they get.
+"""A world for the engine: a kernel made of dictionaries, an upstream that says what the test says, clients that look at answers.
 
-The fake kernel performs writes when the test lets it, and can refuse them. The judge of packets here is independent of the core's
-own tables: it reads the fake kernel's rows alone, as the datapath would.
+The fake kernel performs writes when the test lets it, and can refuse them. The judge of packets here is independent of the
+core's own tables: it reads the fake kernel's rows alone, as the datapath would.
 """
 
 from __future__ import annotations
@@ -272,8 +272,11 @@ class World:
         for source in sorted(SOURCES):
             self.handle(SourceReported(source))
 
-    def add_endpoint(self, number: int, address: str, **options: bool) -> None:
-        self.handle(EndpointAdded(number, f"veth{number}", 100 + number, {"app": f"e{number}"}, (packed(address),), **options))
+    def add_endpoint(self, number: int, address: str, *, audit: bool = False, isolated: bool = False) -> None:
+        labels = {"app": f"e{number}"}
+        self.handle(
+            EndpointAdded(number, f"veth{number}", 100 + number, labels, (packed(address),), audit=audit, isolated=isolated)
+        )
 
     def remove_endpoint(self, number: int) -> None:
         self.handle(EndpointRemoved(number))

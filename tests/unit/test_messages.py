@@ -87,6 +87,16 @@ def test_no_answer_of_ours_outgrows_any_client(text: str) -> None:
     assert text.startswith((error.text or "").rstrip("\x00")) or "\x00" in text
 
 
+def test_a_long_text_is_cut_between_characters() -> None:
+    """Every octet of a text is part of a whole character."""
+    asked = query(use_edns=0)
+    for text in ("é" * 200, "x" + "é" * 200):
+        (error,) = parsed(messages.denied(read_question(asked.to_wire()), text=text), asked).options
+        assert isinstance(error, dns.edns.EDEOption)
+        assert text.startswith(error.text or "")
+        assert len((error.text or "").encode()) in {messages.TEXT_OCTETS_MAX, messages.TEXT_OCTETS_MAX - 1}
+
+
 @pytest.mark.parametrize(
     ("message", "rcode"),
     [
@@ -162,6 +172,7 @@ def test_a_udp_reply_fits_the_client(edns_size: int | None, addresses: int, fits
     """As long as the client takes: unchanged, octet for octet; longer: empty with TC. Over TCP always unchanged."""
     asked = query(use_edns=False if edns_size is None else 0, payload=edns_size or 0)
     question = read_question(asked.to_wire())
+    assert messages.size_taken(question) == max(512, edns_size or 0)
     reply = reply_of(asked, addresses)
     fitted = messages.fit(reply, question, PROTOCOL_UDP)
     assert messages.fit(reply, question, PROTOCOL_TCP) == reply

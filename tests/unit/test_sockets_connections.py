@@ -143,11 +143,12 @@ def test_open_questions_are_bounded_and_the_rest_waits() -> None:
     run(story)
 
 
-def test_a_client_that_has_shut_its_side_gets_its_answers() -> None:
+@pytest.mark.parametrize("open_max", [1, 2, 64])
+def test_a_client_that_has_shut_its_side_gets_its_answers(open_max: int) -> None:
     """Also those whose questions still waited for room; then the connection is closed."""
 
     async def story() -> None:
-        with gate(open_max=1) as opened:
+        with gate(open_max=open_max) as opened:
             reader, writer = await opened.client()
             writer.write(framed(b"a", b"b") + b"\x00")
             writer.write_eof()
@@ -248,13 +249,16 @@ def test_at_a_bound_the_idlest_connection_gives_way(limits: dict[str, int]) -> N
                 reader, writer = await opened.client()
                 writer.write(framed(b"x"))
                 clients.append((reader, writer, await opened.queries.get()))
-            answer(clients[1][2], b"y")
-            assert await message_from(clients[1][0]) == b"y"
+            for index in (1, 0):
+                answer(clients[index][2], b"y")
+                assert await message_from(clients[index][0]) == b"y"
             _, fourth = await opened.client()
             fourth.write(framed(b"4"))
             assert (await opened.queries.get()).message == b"4"
             assert await closed(clients[1][0])
             assert (opened.counters.connections_idle, len(opened.connections)) == (1, 3)
+            clients[0][1].write(framed(b"x"))
+            await opened.queries.get()
             reader, _ = await opened.client()
             assert await closed(reader)
             assert opened.counters.connections_refused == 1

@@ -165,6 +165,7 @@ def test_a_lie_is_counted_and_the_truth_still_taken() -> None:
                 truth[:2] + b"\x01" + truth[3:],
                 truth[:4] + b"\x00\x00" + truth[6:],
                 truth[:11],
+                truth[:2],
             ]
             for lie in (*lies, truth, truth):
                 server.sendto(lie, sender)
@@ -209,8 +210,11 @@ def test_asking_again_replaces_the_try_before() -> None:
             second.sendto(reply_to(query), sender)
             events = await told.events(1)
             assert [type(event) for event in events] == [Reply]
-            # Port 0 cannot be sent to: the first try of 2 fails at once.
-            upstreams.ask(effect(2, 0))
+            # With no room for a connection the first try of 2 fails at once.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "STREAMS_MAX", 0)
+                upstreams.ask(effect(2, second.getsockname()[1], PROTOCOL_TCP))
+            assert upstreams.counters.failed == 1
             upstreams.ask(effect(2, second.getsockname()[1]))
             query, sender = await receive(second)
             second.sendto(reply_to(query), sender)
@@ -438,6 +442,55 @@ def test_a_question_lost_with_a_used_connection_is_asked_once_more() -> None:
                     _, closing = await server.asked.get()
                     closing.close()
                 assert await told.events(1) == [UpstreamFailed(3, "the upstream closed the connection")]
+
+    run(story)
+
+
+def test_a_lost_question_does_not_go_where_the_next_end_waits() -> None:
+    """An upstream that restarts closes all its connections: the second try is on a new one, not on another idle one."""
+
+    async def story() -> None:
+        with asking() as (upstreams, told):
+            async with tcp_server() as server:
+                for transaction in (1, 2):
+                    upstreams.ask(effect(transaction, server.port, PROTOCOL_TCP))
+                for query, writer in [await server.asked.get() for _ in range(2)]:
+                    writer.write(framed(reply_to(query)))
+                await told.events(2)
+                upstreams.ask(effect(3, server.port, PROTOCOL_TCP))
+                await server.asked.get()
+                before = list(server.connections)
+                for writer in before:
+                    writer.close()
+                query, again = await server.asked.get()
+                assert again not in before
+                again.write(framed(reply_to(query)))
+                assert [type(event) for event in await told.events(1)] == [Reply]
+
+    run(story)
+
+
+def test_a_question_is_lost_only_twice() -> None:
+    """An upstream that answers one question a connection and closes: the second loss is a failure, not a third try."""
+
+    async def story() -> None:
+        with asking() as (upstreams, told), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "STREAMS_PER_SERVER_MAX", 1)
+            async with tcp_server() as server:
+                for transaction in (1, 2):
+                    upstreams.ask(effect(transaction, server.port, PROTOCOL_TCP))
+                (query, writer), _ = [await server.asked.get() for _ in range(2)]
+                writer.write(framed(reply_to(query)))
+                writer.close()
+                # The second again, on a new connection; a third question behind it is answered first.
+                await server.asked.get()
+                upstreams.ask(effect(3, server.port, PROTOCOL_TCP))
+                query, writer = await server.asked.get()
+                writer.write(framed(reply_to(query)))
+                writer.close()
+                events = await told.events(3)
+                assert [event.transaction for event in events if isinstance(event, Reply)] == [1, 3]
+                assert [event.transaction for event in events if isinstance(event, UpstreamFailed)] == [2]
 
     run(story)
 

@@ -1,0 +1,179 @@
+"""What a denied packet of the endpoint becomes: its refusal, right to the last bit of its checksums."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from agent.core.types import Verdict, Write, packed
+from agent.datapath import loader, maps
+from agent.datapath.abi import Reason
+from tests.judges import SMALL_TABLES, KernelJudge
+from tests.packets import (
+    ACK,
+    CLIENT,
+    CLIENT6,
+    GRE,
+    ICMP,
+    ICMPV6,
+    OTHER,
+    PEER,
+    PEER6,
+    RST,
+    SYN,
+    TCP,
+    UDP,
+    echo,
+    ethernet,
+    extended,
+    fragment4,
+    frame,
+    ipv4_header,
+    tcp,
+    udp,
+)
+from tests.verdict_cases import BASE, REDIRECT, group, rule
+
+pytestmark = pytest.mark.root
+
+_PER_SECOND = 20
+_REDIRECT, _DROP = 7, 2
+_FAMILIES = pytest.mark.parametrize(("client", "peer"), [(CLIENT, PEER), (CLIENT6, PEER6)])
+
+
+class Answering(KernelJudge):
+    def __init__(self) -> None:
+        self.loaded = loader.load(loader.bytecode({**SMALL_TABLES, "ANSWERS_PER_SECOND": _PER_SECOND}))
+        self.tables = maps.KernelTables(self.loaded.fds_by_map)
+        self._sockets = []
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        rows = self.tables._rows_by_map["answers"]
+        for key, _ in list(rows.dump(rows.value.size)):
+            rows.delete(key)
+        self.apply(BASE)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Answering]:
+    judge = Answering()
+    yield judge
+    judge.close()
+
+
+@pytest.fixture
+def kernel(loaded: Answering) -> Answering:
+    loaded.reset()
+    return loaded
+
+
+def _sum(data: bytes) -> int:
+    """RFC 1071: 0xffff over data whose checksum is right."""
+    total = sum(struct.unpack(f">{len(data) // 2}H", data[: len(data) // 2 * 2])) + (data[-1] << 8 if len(data) % 2 else 0)
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total
+
+
+def _opened(answer: bytes, client: str, peer: str, protocol: int) -> bytes:
+    """The transport part of an answer whose Ethernet and IP headers are as they should be."""
+    asked = frame(client, peer, protocol, b"")
+    assert answer[:6] == asked[6:12]
+    assert answer[6:14] == asked[:6] + asked[12:14]
+    if ":" in client:
+        header, payload = answer[14:54], answer[54:]
+        assert struct.unpack_from(">HBB", header, 4) == (len(payload), protocol, 64)
+        assert header[8:] == packed(peer) + packed(client)
+        assert _sum(header[8:] + struct.pack(">II", len(payload), protocol) + payload) == 0xFFFF
+        return payload
+    header, payload = answer[14:34], answer[34:]
+    assert _sum(header) == 0xFFFF
+    assert header[0] == 0x45
+    assert struct.unpack_from(">H", header, 2) == (20 + len(payload),)
+    assert (header[9], header[12:16], header[16:20]) == (protocol, packed(peer), packed(client))
+    pseudo = b"" if protocol == ICMP else header[12:] + struct.pack(">HH", protocol, len(payload))
+    assert _sum(pseudo + payload) == 0xFFFF
+    return payload
+
+
+@_FAMILIES
+@pytest.mark.parametrize(("flags", "data"), [(SYN, b""), (SYN, b"early data"), (ACK, b"x" * 1_001), (SYN | ACK, b"")])
+def test_reset(kernel: Answering, client: str, peer: str, flags: int, data: bytes) -> None:
+    """TCP gets a reset that its connection takes for the peer's (RFC 9293 3.10.7.1)."""
+    run = kernel.run("from_endpoint", frame(client, peer, TCP, tcp(40000, 443, flags, data)))
+    assert run.action == _REDIRECT
+    reset = _opened(run.frame, client, peer, TCP)
+    source, destination, number, acknowledged, offset, answered = struct.unpack_from(">HHIIBB", reset)
+    assert (source, destination, len(reset), offset) == (443, 40000, 20, 0x50)
+    if flags & ACK:
+        assert (answered, number) == (RST, 1)
+    else:
+        assert (answered, number, acknowledged) == (RST | ACK, 0, 1 + 1 + len(data))
+
+
+@_FAMILIES
+@pytest.mark.parametrize("size", [0, 1, 8, 1_200])
+def test_unreachable(kernel: Answering, client: str, peer: str, size: int) -> None:
+    """UDP gets "administratively prohibited", which quotes what was refused."""
+    asked = frame(client, peer, UDP, udp(40000, 443, b"y" * size))
+    run = kernel.run("from_endpoint", asked)
+    assert run.action == _REDIRECT
+    protocol, quoted = (ICMPV6, 48) if ":" in client else (ICMP, 28)
+    message = _opened(run.frame, client, peer, protocol)
+    assert (message[0], message[1]) == ((1, 1) if ":" in client else (3, 13))
+    assert message[8:] == asked[14 : 14 + quoted]
+
+
+def test_silence(kernel: Answering) -> None:
+    """A reset, what went to many, fragments, other protocols, options, tags, spoofed sources and the peer get no answer."""
+    kernel.apply([rule(REDIRECT, 0, UDP, 53)])
+    options = ipv4_header(CLIENT, PEER, TCP, 24)
+    for silent in (
+        frame(CLIENT, PEER, TCP, tcp(1, 2, RST)),
+        frame(CLIENT, "224.0.0.251", UDP, udp(1, 2)),
+        frame(CLIENT, "255.255.255.255", UDP, udp(1, 2)),
+        frame(CLIENT6, "ff02::fb", UDP, udp(1, 2)),
+        fragment4(CLIENT, PEER, UDP, udp(1, 2, b"z" * 24), 0, more=True, number=3),
+        frame(CLIENT, PEER, ICMP, echo(8, 1)),
+        frame(CLIENT, PEER, GRE, bytes(20)),
+        ethernet(0x0800, b"\x46" + options[1:] + bytes(4) + tcp(1, 2)),
+        extended(CLIENT6, PEER6, [0], TCP, tcp(1, 2)),
+        frame(CLIENT, PEER, TCP, tcp(1, 2), 0x8100),
+        frame("192.0.2.11", PEER, TCP, tcp(1, 2)),
+    ):
+        run = kernel.run("from_endpoint", silent)
+        assert (run.action, run.frame) == (_DROP, silent)
+    assert kernel.run("to_endpoint", frame(OTHER, CLIENT, TCP, tcp(1, 2))).action == _DROP
+
+
+def test_limit(kernel: Answering) -> None:
+    """No more refusals than the limit in a second; the rest is dropped silently, and counted all the same."""
+    denied = frame(CLIENT, PEER, TCP, tcp(1, 2))
+    before = kernel._counts().get(Reason.DROP_POLICY, 0)
+    actions = [kernel.run("from_endpoint", denied).action for _ in range(2 * _PER_SECOND)]
+    assert actions[:_PER_SECOND] == [_REDIRECT] * _PER_SECOND
+    assert _DROP in actions[_PER_SECOND:]
+    assert kernel._counts()[Reason.DROP_POLICY] - before == 2 * _PER_SECOND
+
+
+def test_every_refusal_of_policy(kernel: Answering) -> None:
+    """Denied by a rule, of an ended flow, without a proxy: the client hears of each."""
+    denied = frame(CLIENT, PEER, TCP, tcp(1, 443))
+    question = frame(CLIENT, PEER, UDP, udp(1, 53))
+
+    def writes(*changes: Write) -> None:
+        kernel.apply(changes)
+
+    writes(rule(Verdict.ALLOW), rule(REDIRECT, 0, UDP, 53), rule(Verdict.DENY, number=2))
+    assert kernel.run("from_endpoint", question).action == _REDIRECT
+    assert kernel._counts()[Reason.DROP_NO_SOCKET] > 0
+    assert kernel.run("from_endpoint", denied).action == -1
+    writes(group(2))
+    assert kernel.run("from_endpoint", denied).action == _REDIRECT
+    assert kernel.run("from_endpoint", frame(CLIENT, PEER, TCP, tcp(1, 443, ACK))).action == _REDIRECT
+    writes(group(2, audit=True))
+    assert kernel.run("from_endpoint", denied).action == -1
