@@ -105,7 +105,7 @@ def run(config: Config) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """256 ports for each upstream and 1,024 clients' connections are more than the usual 1,024; the hard limit is ours to use."""
+    """256 ports for each upstream and 1,024 connections of clients are more than the usual 1,024 descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

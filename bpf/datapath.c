@@ -329,7 +329,7 @@ static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 	}
 	g = *group_row;
 
-	p->vlan_tags = skb->vlan_present ? 1 : 0;
+	p->vlans = skb->vlan_present ? 1 : 0;
 	if (direction == DIRECTION_INGRESS)
 		p->origin = origin_of(skb);
 	decide(skb, p, &e, &g, direction, now, &d);

@@ -31,7 +31,7 @@
 #define UNROLL
 #endif
 
-#define VLAN_TAGS_MAX 2
+#define VLANS_MAX 2
 #define FRAGMENT_OVER_TCP_FLAGS 1 /* RFC 3128: at this offset it would write over the flags judged in the first one */
 #define EXTENSION_HEADERS_MAX 8 /* DECISIONS 18; a sender has no honest use for more */
 
@@ -94,7 +94,7 @@ struct packet {
 	__u8 part;
 	__u8 next;            /* protocol field all fragments share */
 	__u8 tcp_flags;
-	__u8 vlan_tags;
+	__u8 vlans;
 	__u8 origin;          /* set by the hook, see verdict.h */
 	__u16 place;          /* of a fragment, in units of 8 bytes */
 	__u8 plain;           /* no VLAN, no IPv4 option, no extension header: its refusal is easy to build */
@@ -251,7 +251,7 @@ static __always_inline int parse_ipv4(void *ctx, __u32 offset, struct packet *p)
 		return reason;
 	p->family = 4;
 	p->transport = fields.transport;
-	p->plain = p->vlan_tags == 0 && fields.transport == offset + 20;
+	p->plain = p->vlans == 0 && fields.transport == offset + 20;
 	if (fields.fragment & (IPV4_MORE_FRAGMENTS | IPV4_FRAGMENT_OFFSET)) {
 		p->place = fields.fragment & IPV4_FRAGMENT_OFFSET;
 		p->part = p->place ? PART_LATER : PART_FIRST;
@@ -347,7 +347,7 @@ static __always_inline int parse_ipv6(void *ctx, __u32 offset, struct packet *p)
 	p->fragment_id = chain.fragment_id;
 	p->next = chain.next;
 	p->place = chain.place;
-	p->plain = p->vlan_tags == 0 && !chain.walked;
+	p->plain = p->vlans == 0 && !chain.walked;
 	return parse_transport(ctx, p);
 }
 
@@ -400,7 +400,7 @@ static __always_inline int parse_arp(void *ctx, __u32 offset, struct packet *p)
 }
 
 /*
- * p must be zero but for origin and vlan_tags (the tag the network card took off). Returns 0 or why it must be dropped; then
+ * p must be zero but for origin and vlans (the tag the network card took off). Returns 0 or why it must be dropped; then
  * p holds as much as was read.
  */
 static __always_inline int parse_frame(void *ctx, struct packet *p)
@@ -411,10 +411,10 @@ static __always_inline int parse_frame(void *ctx, struct packet *p)
 	if (load_bytes(ctx, offset, &ethertype, 2))
 		return DROP_MALFORMED;
 	UNROLL
-	for (int i = 0; i <= VLAN_TAGS_MAX; i++) {
+	for (int i = 0; i <= VLANS_MAX; i++) {
 		if (ethertype != TO_NET16(ETHERTYPE_VLAN) && ethertype != TO_NET16(ETHERTYPE_QINQ))
 			break;
-		if (++p->vlan_tags > VLAN_TAGS_MAX)
+		if (++p->vlans > VLANS_MAX)
 			return DROP_VLAN;
 		offset += 4;
 		if (load_bytes(ctx, offset, &ethertype, 2))

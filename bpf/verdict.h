@@ -44,7 +44,7 @@
 
 /* A peer that lost our reset keeps retransmitting for minutes; a port is rarely used again within two. */
 #define FLOW_ENDED_NS (120 * SECOND_NS)
-#define FLOW_DATAGRAM_NS (60 * SECOND_NS)
+#define FLOW_CONNECTIONLESS_NS (60 * SECOND_NS)
 #define FLOW_OPENING_NS (60 * SECOND_NS)
 #define FLOW_SETTLED_NS (21600 * SECOND_NS)
 #define FLOW_CLOSED_NS (10 * SECOND_NS)
@@ -175,7 +175,7 @@ static __always_inline int is_opening(const struct packet *p)
 /* 7a */
 static __always_inline int is_over(const struct flow_value *flow, __u8 protocol, int is_opened_anew, __u64 now)
 {
-	__u64 life = FLOW_DATAGRAM_NS;
+	__u64 life = FLOW_CONNECTIONLESS_NS;
 
 	if (flow->state == FLOW_ENDED) {
 		life = FLOW_ENDED_NS;
@@ -259,7 +259,7 @@ static __always_inline __u8 redirect_or_not(const struct packet *p)
 {
 	if (p->tuple.protocol != PROTOCOL_TCP && p->tuple.protocol != PROTOCOL_UDP)
 		return DROP_NOT_FOR_GATE;
-	if (p->vlan_tags)
+	if (p->vlans)
 		return DROP_VLAN_REDIRECT;
 	if (p->part != PART_WHOLE)
 		return DROP_FRAGMENT;

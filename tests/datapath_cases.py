@@ -124,7 +124,8 @@ def play(judge: Judge, case: Case) -> None:
         _compare(step["expect"], got, where)
         if isinstance(judge, ModelJudge) and "lifetime" in step["expect"]:
             ((key, flow),) = judge.model.flows.items()
-            assert flow.last + life_of(flow, key.protocol) - started == step["expect"]["lifetime"] * NS, where
+            life = life_of(key.protocol, flow.state, is_settled=flow.settled, is_closed=flow.is_closed)
+            assert flow.last + life - started == step["expect"]["lifetime"] * NS, where
 
 
 def _compare(expect: Case, got: Reason, where: str) -> None:

@@ -100,7 +100,7 @@ def _frames(draw: st.DrawFn) -> tuple[Direction, bytes]:
     client = draw(st.sampled_from([CLIENT6 if is_v6 else CLIENT] * 9 + ["2001:db8::66" if is_v6 else "192.0.2.66"]))
     source, destination = (client, peer) if direction is Direction.EGRESS else (peer, client)
     protocol, payload = draw(_transport(is_v6=is_v6))
-    match draw(st.sampled_from(("plain", "plain", "plain", "plain", "fragment", "error", "tagged", "extended", "neighbour"))):
+    match draw(st.sampled_from(("plain", "plain", "plain", "plain", "fragment", "error", "vlan", "extended", "neighbour"))):
         case "fragment":
             place, number = draw(st.sampled_from((0, 0, 1, 3))), draw(st.sampled_from((1, 2)))
             build = fragment6 if is_v6 else fragment4
@@ -109,9 +109,9 @@ def _frames(draw: st.DrawFn) -> tuple[Direction, bytes]:
             about = ip(destination, source, protocol, payload)
             kind = draw(st.sampled_from((1, 2, 3, 4) if is_v6 else (3, 11, 12)))
             return direction, frame(source, destination, ICMPV6 if is_v6 else ICMP, error(kind, 0, about))
-        case "tagged":
-            tags = draw(st.lists(st.sampled_from((0x8100, 0x88A8)), min_size=1, max_size=3))
-            return direction, frame(source, destination, protocol, payload, *tags)
+        case "vlan":
+            vlans = draw(st.lists(st.sampled_from((0x8100, 0x88A8)), min_size=1, max_size=3))
+            return direction, frame(source, destination, protocol, payload, *vlans)
         case "extended" if is_v6:
             kinds = draw(st.lists(st.sampled_from((0, 43, 60)), min_size=1, max_size=10))
             return direction, extended(source, destination, kinds, protocol, payload)

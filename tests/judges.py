@@ -31,7 +31,7 @@ class Judge(Protocol):
 
     def advance(self, seconds: float) -> None: ...
 
-    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlans: int = 0) -> Reason:
         """What the packet is counted as: PASS_AUDIT where audit lets it pass."""
         ...
 
@@ -51,8 +51,8 @@ class ModelJudge:
     def advance(self, seconds: float) -> None:
         self.now += int(seconds * NS)
 
-    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
-        judgement = self.model.judge(IFINDEX, direction, frame, self.now, origin, vlan_tags)
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlans: int = 0) -> Reason:
+        judgement = self.model.judge(IFINDEX, direction, frame, self.now, origin, vlans)
         return Reason.PASS_AUDIT if judgement.audited else judgement.reason
 
     def flows(self) -> set[tuple[object, ...]]:
@@ -108,8 +108,8 @@ class NativeJudge:
     def advance(self, seconds: float) -> None:
         self._order(b"A" + struct.pack("=Q", int(seconds * NS)), 0)
 
-    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
-        order = struct.pack("=QIIBBB5x", self.now, IFINDEX, len(frame), direction, origin, vlan_tags)
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlans: int = 0) -> Reason:
+        order = struct.pack("=QIIBBB5x", self.now, IFINDEX, len(frame), direction, origin, vlans)
         _, _, reason, audited = struct.unpack("=IIBB2x", self._order(b"J" + order + frame, 12))
         return Reason.PASS_AUDIT if audited else Reason(reason)
 
@@ -201,8 +201,8 @@ class KernelJudge:
                     struct.pack_into("=Q", changed, place, at - passed)
                 assert rows.put(key, bytes(changed)) == 0
 
-    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlan_tags: int = 0) -> Reason:
-        assert not vlan_tags, "a test run cannot say that the card took a tag off"
+    def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlans: int = 0) -> Reason:
+        assert not vlans, "a test run cannot say that the card took a tag off"
         before = self._counts()
         program = "from_endpoint" if direction is Direction.EGRESS else "to_endpoint"
         action = self.run(program, frame, {Origin.WIRE: 0, Origin.AGENT: MARK_AGENT, Origin.ANSWER: MARK_ANSWER}[origin]).action

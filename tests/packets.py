@@ -19,9 +19,9 @@ FIN, SYN, RST, PUSH, ACK = 1, 2, 4, 8, 16
 _MACS = bytes.fromhex("0200000000fe0200000000a1")
 
 
-def ethernet(ethertype: int, payload: bytes, *tags: int) -> bytes:
-    """tags: ethertypes of VLAN tags in front of the payload."""
-    header = b"".join(struct.pack(">HH", tag, 5) for tag in tags)
+def ethernet(ethertype: int, payload: bytes, *vlans: int) -> bytes:
+    """vlans: ethertypes of VLAN tags in front of the payload."""
+    header = b"".join(struct.pack(">HH", ethertype_before, 5) for ethertype_before in vlans)
     return _MACS + header + struct.pack(">H", ethertype) + payload
 
 
@@ -42,8 +42,8 @@ def ip(source: str, destination: str, protocol: int, payload: bytes) -> bytes:
     return ipv4_header(source, destination, protocol, len(payload)) + payload
 
 
-def frame(source: str, destination: str, protocol: int, payload: bytes, *tags: int) -> bytes:
-    return ethernet(0x86DD if ":" in source else 0x0800, ip(source, destination, protocol, payload), *tags)
+def frame(source: str, destination: str, protocol: int, payload: bytes, *vlans: int) -> bytes:
+    return ethernet(0x86DD if ":" in source else 0x0800, ip(source, destination, protocol, payload), *vlans)
 
 
 def udp(source_port: int, destination_port: int, data: bytes = b"datagram") -> bytes:

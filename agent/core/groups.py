@@ -261,13 +261,14 @@ class Groups:
             rows += [RowReference(table.name, key, changed) for key, changed in table.pending.items() if changed > revision]
         for endpoint in self.endpoints.values():
             if endpoint.group is None:
-                for address in endpoint.added.addresses:
-                    rows.append(self._reconciler.own_addresses.reference(OwnAddressKey(endpoint.added.endpoint, address)))
-                    rows.append(self._reconciler.ipcache.reference(IpcacheKey(SCOPE_STATIC, Prefix.of(address))))
+                number, addresses = endpoint.added.endpoint, endpoint.added.addresses
+                rows += [self._reconciler.own_addresses.reference(OwnAddressKey(number, address)) for address in addresses]
+                rows += [self._ipcache.reference(IpcacheKey(SCOPE_STATIC, Prefix.of(address))) for address in addresses]
         if not self.groups:
             # At start: nobody is judged before the host's and everybody's addresses are known to the kernel.
             table = self._reconciler.ipcache
-            rows += [table.reference(key) for key in table.pending if isinstance(key, IpcacheKey) and key.scope == SCOPE_STATIC]
+            static = [key for key in table.pending if isinstance(key, IpcacheKey) and key.scope == SCOPE_STATIC]
+            rows += [table.reference(key) for key in static]
         plan.barrier = self._reconciler.barriers.take(rows)
 
     def _build_set(self, plan: _Plan, compiled: CompiledPolicy) -> int:

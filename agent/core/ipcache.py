@@ -31,7 +31,7 @@ class Ipcache:
         self._identity_by_key: dict[IpcacheKey, int] = {}
 
     def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet, *, beyond_bound: bool = False) -> RowReference:
-        """Attach labels to a prefix; raises NoRoom, and then nothing has changed. beyond_bound: as in `IdentityAllocator.acquire`."""
+        """Attach labels to a prefix; raises NoRoom, and then nothing has changed. beyond_bound: see `IdentityAllocator`."""
         before = self.metadata.labels_by_resource.get(key, {}).get(resource)
         if self.metadata.upsert(key, resource, labels):
             try:

@@ -298,11 +298,15 @@ class Proxy:
         if barrier.error is not None:
             self._let_go(transaction, has_room=barrier.errno not in NO_ROOM)
             self._give_up(transaction, barrier.error, now)
-        elif self._is_wanted(transaction) and not self._names.holds(transaction.pairs):
+        elif self._is_wanted(transaction) and not self._holds_all(transaction):
             # The rows are there for other names' sake: this name lost an address meanwhile.
             self._give_up(transaction, "an address of the reply is held no longer", now)
         else:
             self._release(transaction, now)
+
+    def _holds_all(self, transaction: Transaction) -> bool:
+        scopes = self._groups.scopes_of(transaction.endpoint)
+        return self._names.holds(pair for pair in transaction.pairs if pair.scope in scopes)
 
     def _give_up(self, transaction: Transaction, why: str, now: float) -> None:
         """What the reply needs cannot be, or is not there in time (DECISIONS 9)."""
@@ -320,7 +324,7 @@ class Proxy:
         for pair in pairs:
             if pair in self._bringers:
                 self._bringers[pair].add(transaction.number)
-        transaction.pairs += pairs
+        transaction.pairs = tuple(dict.fromkeys((*transaction.pairs, *pairs)))
 
     def _let_go(self, transaction: Transaction, *, is_released: bool = False, has_room: bool = True) -> None:
         """The reply is held no longer.
@@ -343,7 +347,6 @@ class Proxy:
         """The policies of these endpoints changed: a held reply is judged again before it goes (DECISIONS 9)."""
         for transaction in [t for t in self.transactions.values() if t.endpoint in endpoints and t.barrier is not None]:
             self._forget_barrier(transaction)
-            transaction.pairs = ()
             if self._may_ask(transaction):
                 self._hold(transaction, now)
             else:

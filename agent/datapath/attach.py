@@ -112,15 +112,19 @@ def _update_pinned(hook: Hook, program: int, pin: Path) -> bool:
 
 
 def detach(hook: Hook, directory: Path) -> None:
-    """The hook is as if we had never been there. What is gone already is no error."""
+    """The hook is as if we had never been there. What is gone already is no error. Raises DatapathError."""
     link_pin = directory / "links" / hook.pin_name
-    with contextlib.suppress(FileNotFoundError):
+    try:
         link = syscall.get_pinned(str(link_pin))
         try:
             syscall.link_detach(link)
         finally:
             os.close(link)
         link_pin.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as problem:
+        raise refused(f"take the program off the {hook}", problem) from None
     pin = directory / "filters" / hook.pin_name
     if pin.exists():
         _netlink(lambda netlink: _delete_filter(netlink, hook))

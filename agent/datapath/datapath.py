@@ -6,7 +6,8 @@ What is pinned outlives the process, and the kernel goes on enforcing with it:
     DIRECTORY/links/INTERFACE-ingress      a program on a hook
 
 A start makes its own maps, fills them and then swaps its programs in, hook by hook; until then the programs of the process
-before go on judging by theirs. Nothing old is touched before the first hook is taken over: a start that fails leaves all as it was.
+before go on judging by theirs. Nothing old is touched before the first hook is taken over: a start that fails leaves all as
+it was.
 
 open() and cleanup() speak netlink synchronously: call them while no event loop runs. The rest may be called in one.
 """
@@ -165,7 +166,7 @@ class Datapath:
         self._attached.discard(effect.interface)
 
     def detach_others(self) -> list[str]:
-        """Detaches, and names, the interfaces a process before had attached and this one has not. Call when all are attached."""
+        """Detaches, and names, what a process before had attached and this one has not. Call when all are attached."""
         others = [
             hook
             for hook in attach.attached(self.settings.pin_directory)

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -90,7 +91,7 @@ def provide(device: Device) -> int:
                     oif=_LOOPBACK,
                 )
                 rule = {"family": family, "iifname": device.name, "table": device.table, "priority": device.priority}
-                unless_there(lambda rule=rule: netlink.rule("add", **rule))  # type: ignore[misc]
+                unless_there(partial(netlink.rule, "add", **rule))
     except NetlinkError as problem:
         if problem.code == errno.EPERM:
             raise DatapathError(errno.EPERM, "making the interception device needs root, or CAP_NET_ADMIN") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,8 +19,11 @@ from agent.core.types import Address, Direction, Key, Table, Value, Write
 from agent.datapath import abi, syscall
 from agent.datapath.abi import FlowState, Layout, Loss, Reason
 from agent.datapath.errors import refused
+from agent.datapath.model import life_of
 
 _NS: Final = 1_000_000_000
+_CLOSED_BY_BOTH: Final = (1 << Direction.EGRESS) | (1 << Direction.INGRESS)
+_CLOCKS_APART_S: Final = 1.0  # processors' clocks differ by far less, and remembering for a second more is nothing
 _BATCH: Final = 1_024
 _BATCH_MAX: Final = 1 << 16
 _NO_BATCH: Final = {errno.EINVAL, errno.EOPNOTSUPP, 524}  # 524: ENOTSUPP, which user space was never meant to see
@@ -44,6 +48,7 @@ class Flow(NamedTuple):
     state: FlowState
     audited: bool
     last: float
+    ends: float  # when it is no flow any more, unless another packet comes
 
 
 class Counter(NamedTuple):
@@ -158,7 +163,9 @@ class KernelTables:
     def flows(self) -> Iterator[Flow]:
         for key, value in self._rows("flows"):
             endpoint, local, remote, local_port, remote_port, protocol, _ = abi.FLOW_KEY.unpack(key)
-            last, _, identity, number, cookie, _, direction, state, _, _, audited, _ = abi.FLOW_VALUE.unpack(value)
+            last, _, identity, number, cookie, _, direction, state, settled, closing, audited, _ = abi.FLOW_VALUE.unpack(value)
+            is_closed = closing == _CLOSED_BY_BOTH
+            life = life_of(protocol, FlowState(state), is_settled=bool(settled), is_closed=is_closed)
             yield Flow(
                 endpoint,
                 abi.unmapped(local),
@@ -173,11 +180,16 @@ class KernelTables:
                 FlowState(state),
                 bool(audited),
                 last / _NS,
+                (last + life) / _NS,
             )
 
     def flow_identities(self) -> frozenset[int]:
-        """Identities that a live flow remembers. An ended one is judged by none again."""
-        return frozenset(flow.identity for flow in self.flows() if flow.state is FlowState.LIVE)
+        """Identities that a flow may still be judged by.
+
+        Not by an ended one, nor by one that is over: its row stays until somebody needs the room, perhaps for ever.
+        """
+        now = time.clock_gettime(time.CLOCK_BOOTTIME) - _CLOCKS_APART_S
+        return frozenset(flow.identity for flow in self.flows() if flow.state is FlowState.LIVE and flow.ends > now)
 
     def last_seen(self, scope: int, address: Address) -> float | None:
         """When a packet of a flow with this address went by, in seconds of CLOCK_BOOTTIME and exact to one; None: never."""

@@ -40,7 +40,7 @@ from agent.datapath.abi import FlowState, Reason, significant_bits, unmapped
 
 NS: Final = 1_000_000_000
 ENDED_NS: Final = 120 * NS
-DATAGRAM_NS: Final = 60 * NS
+CONNECTIONLESS_NS: Final = 60 * NS
 OPENING_NS: Final = 60 * NS
 SETTLED_NS: Final = 21_600 * NS
 CLOSED_NS: Final = 10 * NS
@@ -128,7 +128,7 @@ class Packet:
     following: int = 0
     place: int = 0
     flags: int = 0
-    vlan_tags: int = 0
+    vlans: int = 0
     payload: bytes = b""
     claims: tuple[Address, ...] = ()
 
@@ -190,9 +190,9 @@ class Model:
         frame: bytes,
         now: int,
         origin: Origin = Origin.WIRE,
-        vlan_tags: int = 0,
+        vlans: int = 0,
     ) -> Judgement:
-        """Verdict of one frame, whose flows and fragments are remembered. vlan_tags: 1 when the card took a tag off."""
+        """Verdict of one frame, whose flows and fragments are remembered. vlans: 1 when the card took a tag off."""
         endpoint = self.endpoints.get(ifindex)
         if endpoint is None:  # 1.
             return Judgement(Reason.DROP_NO_ENDPOINT)
@@ -200,7 +200,7 @@ class Model:
         if group is None:
             return Judgement(Reason.DROP_NO_GROUP)
         try:
-            packet = parse(frame, vlan_tags)  # 2.
+            packet = parse(frame, vlans)  # 2.
         except _Drop as drop:
             return Judgement(drop.reason, audited=group.audit)
         judgement, packet = self._judge_or_drop(packet, endpoint, group, direction, now, origin)
@@ -248,7 +248,7 @@ class Model:
             at, first = self.fragments.get(_fragment_key(packet, endpoint, direction), (None, None))
             if at is None or first is None or now - at > FRAGMENT_NS:
                 raise _Drop(Reason.DROP_FRAGMENT)
-            packet = replace(first, part=Part.LATER, vlan_tags=packet.vlan_tags, flags=0)
+            packet = replace(first, part=Part.LATER, vlans=packet.vlans, flags=0)
 
         about = packet
         if packet.kind is Kind.ERROR:  # 7c.
@@ -383,7 +383,7 @@ def _in_words(row: PolicyValue | None, group: GroupValue, direction: Direction) 
 def _redirect(packet: Packet) -> Reason:
     if packet.protocol not in {PROTOCOL_TCP, PROTOCOL_UDP}:
         return Reason.DROP_NOT_FOR_GATE
-    if packet.vlan_tags:
+    if packet.vlans:
         return Reason.DROP_VLAN_REDIRECT
     return Reason.PASS_REDIRECT if packet.part is Part.WHOLE else Reason.DROP_FRAGMENT
 
@@ -392,21 +392,21 @@ def _is_syn(packet: Packet) -> bool:
     return packet.kind is Kind.FLOW and packet.protocol == PROTOCOL_TCP and packet.is_opening
 
 
-def life_of(flow: Flow, protocol: int) -> int:
+def life_of(protocol: int, state: FlowState, *, is_settled: bool, is_closed: bool) -> int:
     """How long after its last packet a flow is one."""
-    if flow.state is FlowState.ENDED:
+    if state is FlowState.ENDED:
         return ENDED_NS
     if protocol != PROTOCOL_TCP:
-        return DATAGRAM_NS
-    if flow.is_closed:
+        return CONNECTIONLESS_NS
+    if is_closed:
         return CLOSED_NS
-    return SETTLED_NS if flow.settled else OPENING_NS
+    return SETTLED_NS if is_settled else OPENING_NS
 
 
 def _is_over(flow: Flow, protocol: int, is_opened_anew: bool, now: int) -> bool:
     if flow.state is FlowState.LIVE and protocol == PROTOCOL_TCP and flow.is_closed and is_opened_anew:
         return True
-    return now - flow.last > life_of(flow, protocol)
+    return now - flow.last > life_of(protocol, flow.state, is_settled=flow.settled, is_closed=flow.is_closed)
 
 
 def _note(flow: Flow, packet: Packet, direction: Direction, now: int) -> None:
@@ -442,22 +442,22 @@ def _number(data: bytes, offset: int) -> int:
     return int.from_bytes(_read(data, offset, 2), "big")
 
 
-def parse(frame: bytes, vlan_tags: int = 0) -> Packet:
+def parse(frame: bytes, vlans: int = 0) -> Packet:
     """A frame to a packet; what must not be judged further leaves as an exception of this file."""
     offset = 12
     ethertype = _number(frame, offset)
     while ethertype in _ETHERTYPES_VLAN:
-        vlan_tags += 1
-        if vlan_tags > 2:
+        vlans += 1
+        if vlans > 2:
             raise _Drop(Reason.DROP_VLAN)
         offset += 4
         ethertype = _number(frame, offset)
     body = frame[offset + 2 :]
     match ethertype:
         case 0x0800:
-            return _parse_transport(replace(_parse_ipv4(body), vlan_tags=vlan_tags))
+            return _parse_transport(replace(_parse_ipv4(body), vlans=vlans))
         case 0x86DD:
-            return _parse_transport(replace(_parse_ipv6(body), vlan_tags=vlan_tags))
+            return _parse_transport(replace(_parse_ipv6(body), vlans=vlans))
         case 0x0806:
             return _parse_arp(body)
         case _:

@@ -95,7 +95,7 @@ def truncated(reply: bytes, question: Question) -> bytes:
         opt = find_opt(reply) or b""
         # None in a message that was cut before it; or padded beyond what the client takes.
         if not opt or HEADER_OCTETS + len(question.section) + len(opt) > size_taken(question):
-            opt = _opt(question, b"")
+            opt = own_opt(question, b"")
     return HEADER.pack(question.id, flags, 1, 0, 0, 1 if opt else 0) + question.section + opt
 
 
@@ -115,13 +115,19 @@ def _answer(question: Question, rcode: Rcode, extended_error: ExtendedError, tex
     flags = FLAG_QR | FLAG_RA | question.flags & _COPIED_FLAGS | rcode
     if question.edns is None:
         return HEADER.pack(question.id, flags, 1, 0, 0, 0) + question.section
+    opt = own_opt(question, error_option(extended_error, text))
+    return HEADER.pack(question.id, flags, 1, 0, 0, 1) + question.section + opt
+
+
+def error_option(extended_error: ExtendedError, text: str) -> bytes:
+    """An extended error as an option of EDNS (RFC 8914 2)."""
     # Cut between characters, not inside one.
     octets = text.encode()[:TEXT_OCTETS_MAX].decode(errors="ignore").encode()
-    error = _OPTION.pack(OPTION_EXTENDED_ERROR, 2 + len(octets)) + extended_error.to_bytes(2, "big") + octets
-    return HEADER.pack(question.id, flags, 1, 0, 0, 1) + question.section + _opt(question, error)
+    return _OPTION.pack(OPTION_EXTENDED_ERROR, 2 + len(octets)) + extended_error.to_bytes(2, "big") + octets
 
 
-def _opt(question: Question, options: bytes) -> bytes:
+def own_opt(question: Question, options: bytes) -> bytes:
+    """An OPT record of ours, with the client's COOKIE before these options."""
     assert question.edns is not None, "EDNS goes only to who spoke it"
     cookie = question.edns.cookie
     if cookie is not None:

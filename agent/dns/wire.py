@@ -31,6 +31,7 @@ FLAG_QR = 0x8000
 FLAG_TC = 0x0200
 FLAG_RD = 0x0100
 FLAG_RA = 0x0080
+FLAG_AD = 0x0020
 FLAG_CD = 0x0010
 MASK_OPCODE = 0x7800
 MASK_RCODE = 0x000F
@@ -294,7 +295,7 @@ class _Records:
             elif rtype == TYPE_AAAA:
                 if length != 16:
                     raise WireError(Fault.FORMERR, "an AAAA record that is not sixteen octets")
-                _keep_longest(ttls, _unmapped(message[data:at]), ttl)
+                _keep_longest(ttls, unmapped(message[data:at]), ttl)
             elif rtype == TYPE_CNAME:
                 self._read_alias(self._aliases, owner, data, at)
             elif rtype == TYPE_DNAME:
@@ -337,7 +338,7 @@ class _Records:
                 if length == 0 or length % octets:
                     raise WireError(Fault.FORMERR, "an address hint that is not whole addresses")
                 for start in range(at, value_end, octets):
-                    _keep_longest(ttls, _unmapped(message[start : start + octets]), ttl)
+                    _keep_longest(ttls, unmapped(message[start : start + octets]), ttl)
             key_before = key
             at = value_end
         if at != end:
@@ -377,7 +378,7 @@ class _Records:
         return None
 
 
-def _unmapped(address: bytes) -> Address:
+def unmapped(address: bytes) -> Address:
     """A v4-mapped IPv6 address is the IPv4 address: that is where the packets go."""
     return address[12:] if address.startswith(_V4_MAPPED) else address
 

@@ -73,7 +73,8 @@ def kernel(loaded: Answering) -> Answering:
 
 def _sum(data: bytes) -> int:
     """RFC 1071: 0xffff over data whose checksum is right."""
-    total = sum(struct.unpack(f">{len(data) // 2}H", data[: len(data) // 2 * 2])) + (data[-1] << 8 if len(data) % 2 else 0)
+    even = data + bytes(len(data) % 2)
+    total = sum(int.from_bytes(even[at : at + 2], "big") for at in range(0, len(even), 2))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return total

@@ -183,6 +183,25 @@ def test_refusal(scene: Scene, address: str, error: str) -> None:
         assert _counted(datapath, Reason.PASS_ANSWER) == _counted(datapath, Reason.DROP_POLICY) == 2
 
 
+def test_uplink(scene: Scene) -> None:
+    """An uplink's hooks are the other way round: the host's own packets are judged where they leave, and refused there."""
+    with inside(scene.lab.client):
+        ifindex = socket.if_nametoindex("eth0")
+        datapath = Datapath.open(scene.settings)
+        try:
+            datapath.apply([*scene.rows(), Write(Table.ENDPOINTS, ifindex, EndpointValue(1, 1, 1, Orientation.UPLINK))])
+            datapath.attach(Attach(1, "eth0", ifindex, Orientation.UPLINK))
+            assert datapath.hook_state(ifindex, Orientation.UPLINK) is HookState.FIRST
+            assert not scene.lab.ping(HOST)
+            assert scene.lab.asks(socket.SOCK_STREAM, HOST, 443, b"a") == "ConnectionRefusedError"
+            assert scene.lab.asks(socket.SOCK_DGRAM, HOST6, 443, b"a") == "PermissionError"
+            datapath.apply([_is(HOST, _HOSTS)])
+            assert scene.lab.ping(HOST)
+        finally:
+            datapath.close()
+            cleanup(scene.settings)
+
+
 def test_spoofed_source(scene: Scene) -> None:
     """A second address of the client, of which the endpoint's rows know nothing, gets nowhere."""
     with scene.opened() as datapath:

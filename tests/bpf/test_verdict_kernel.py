@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from agent.core.types import Write
+from agent.core.types import Direction, Write, packed
+from agent.datapath import abi
+from agent.datapath.abi import Reason
+from agent.datapath.events import EventRing
 from tests import datapath_cases
 from tests.histories import Step, compare, histories
 from tests.judges import KernelJudge, ModelJudge
-from tests.verdict_cases import CASES, Case, tell
+from tests.packets import CLIENT, CLIENT6, ICMPV6, PEER, PEER6, TCP, UDP, echo, frame, tcp, udp
+from tests.verdict_cases import ALLOW, BASE, CASES, DENY, ENDPOINT, PEERS, Case, group, rule, tell
 
 pytestmark = pytest.mark.root
 
@@ -51,3 +56,62 @@ def test_same_as_model(loaded: KernelJudge, history: tuple[list[Write], list[Ste
     """Whatever happens in whatever order, the program and the model say the same and remember the same flows."""
     loaded.reset()
     compare(history, (ModelJudge(), loaded))
+
+
+def test_maps_are_known(loaded: KernelJudge) -> None:
+    """Every map of the program has its layout in abi.py; only the ring and the program's own scratch have none."""
+    assert set(loaded.loaded.fds_by_map) == {*abi.MAPS, "events", "scratch"}
+
+
+@pytest.fixture
+def ring(kernel: KernelJudge) -> Iterator[EventRing]:
+    made = EventRing(kernel.loaded.fds_by_map["events"])
+    while made.read():
+        pass
+    yield made
+    made.close()
+
+
+def test_event(kernel: KernelJudge, ring: EventRing) -> None:
+    """An event says who wanted what, and why not; under audit, that it passed."""
+    kernel.apply([*BASE, rule(DENY, cookie=12), group(audit=True)])
+    kernel.judge(Direction.EGRESS, frame(CLIENT, PEER, TCP, tcp(40000, 443)))
+    kernel.apply([group(2)])
+    kernel.judge(Direction.INGRESS, frame(PEER6, CLIENT6, ICMPV6, echo(128, 7)))
+    denied, dropped = ring.read()
+    assert (denied.reason, denied.audited, denied.cookie, denied.identity) == (Reason.DROP_DENY, True, 12, PEERS)
+    assert (denied.endpoint, denied.direction, denied.protocol) == (ENDPOINT, Direction.EGRESS, TCP)
+    assert (denied.source, denied.source_port) == (packed(CLIENT), 40000)
+    assert (denied.destination, denied.destination_port, denied.length) == (packed(PEER), 443, 54)
+    assert (dropped.reason, dropped.audited, dropped.policy_port) == (Reason.DROP_POLICY, False, 128)
+    assert (dropped.source, dropped.destination) == (packed(PEER6), packed(CLIENT6))
+    assert 0 <= time.clock_gettime(time.CLOCK_BOOTTIME) - dropped.at < 60
+
+
+def test_events_around_the_end(kernel: KernelJudge, ring: EventRing) -> None:
+    """Reading goes on past the end of the ring; what does not fit while nobody reads is counted as lost."""
+    kernel.apply(BASE)
+    denied = frame(CLIENT, PEER, TCP, tcp(40000, 443))
+    lost = kernel.tables.losses()[abi.Loss.EVENT]
+    for _ in range(10):
+        kernel.run("from_endpoint", denied, repeat=300)
+        assert len(ring.read()) == 300
+    assert kernel.tables.losses()[abi.Loss.EVENT] == lost
+    kernel.run("from_endpoint", denied, repeat=3_000)
+    assert len(ring.read(10_000)) + kernel.tables.losses()[abi.Loss.EVENT] - lost == 3_000
+
+
+def test_flow_identities(kernel: KernelJudge) -> None:
+    """An identity is remembered by a flow while the flow is one, and not by its row when it is over or ended."""
+    kernel.apply([*BASE, rule(ALLOW, PEERS, UDP, 443), rule(ALLOW, PEERS, UDP, 443, number=3)])
+    question = frame(CLIENT, PEER, UDP, udp(40000, 443))
+    assert kernel.judge(Direction.EGRESS, question) is Reason.PASS_POLICY
+    assert kernel.tables.flow_identities() == {PEERS}
+    kernel.advance(62)
+    assert kernel.flows()
+    assert not kernel.tables.flow_identities()
+    assert kernel.judge(Direction.EGRESS, question) is Reason.PASS_POLICY
+    kernel.apply([group(2)])
+    assert kernel.judge(Direction.EGRESS, question) is Reason.DROP_POLICY
+    assert not kernel.tables.flow_identities()
+    assert [flow.state for flow in kernel.tables.flows()] == [abi.FlowState.ENDED]

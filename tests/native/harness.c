@@ -196,7 +196,7 @@ struct judge_order {
 	__u32 length;
 	__u8 direction;
 	__u8 origin;
-	__u8 vlan_tags;
+	__u8 vlans;
 	__u8 pad[5];
 };
 
@@ -216,7 +216,7 @@ static void judge_frame(void)
 	frame.bytes = bytes;
 	frame.length = order.length;
 	p.origin = order.origin;
-	p.vlan_tags = order.vlan_tags;
+	p.vlans = order.vlans;
 	e = find(&tables[ENDPOINTS], &order.ifindex);
 	g = e ? find(&tables[GROUPS], &e->group) : NULL;
 	if (!g)

@@ -1,4 +1,4 @@
-"""What the kernel should hold, recomputed from nothing by the words of the design: slow, short, and without one line of the core's.
+"""What the kernel should hold, recomputed from nothing by the words of the design: slow, short, no line of the core in it.
 
 Everything clever is compared with this (I1), and the states before and after a change are defined by it (I5, I6).
 """
@@ -68,14 +68,19 @@ class Situation:
             return not owners and address not in self.host
         return peer is Entity.ALL or (peer is Entity.HOST and address in self.host)
 
-    def verdict(self, endpoint: Workload, address: Address, protocol: int, port: int) -> Verdict | None:
-        """Deny, redirect, allow, in this order, of all egress rules that hold the packet; port 53 is always intercepted."""
+    def verdict(
+        self, endpoint: Workload, address: Address, protocol: int, port: int, direction: Direction = Direction.EGRESS
+    ) -> Verdict | None:
+        """Deny, redirect, allow, in this order, of all rules that hold the packet; port 53 is always intercepted."""
         verdicts = []
         scope = self.scope_of(endpoint)
+        is_dns = direction is Direction.EGRESS and protocol in (TCP, UDP) and port == 53
+        if is_dns and self.closes(endpoint, direction):
+            verdicts.append(Verdict.REDIRECT)
         for policy, rule in self.rules(endpoint):
-            if rule.direction is not Direction.EGRESS:
+            if rule.direction is not direction:
                 continue
-            if port == 53 and protocol in (TCP, UDP):
+            if is_dns:
                 verdicts.append(Verdict.REDIRECT)
             if rule.ports is not None and not any(p.protocol == protocol and p.first <= port <= p.last for p in rule.ports):
                 continue
@@ -85,12 +90,12 @@ class Situation:
             if anybody or any(self.selects(policy, peer, scope, address) for peer in rule.peers or ()):
                 meant = Verdict.DENY if rule.deny else Verdict.ALLOW
                 verdicts.append(Verdict.REDIRECT if rule.names is not None else meant)
-        if port == 53 and protocol in (TCP, UDP) and self.closes(endpoint):
-            verdicts.append(Verdict.REDIRECT)
         return max(verdicts, default=None)
 
-    def closes(self, endpoint: Workload) -> bool:
-        return any(policy.default_deny_egress and policy.selects(dict(endpoint.labels)) for policy in self.policies)
+    def closes(self, endpoint: Workload, direction: Direction = Direction.EGRESS) -> bool:
+        selecting = [policy for policy in self.policies if policy.selects(dict(endpoint.labels))]
+        egress = direction is Direction.EGRESS
+        return any(policy.default_deny_egress if egress else policy.default_deny_ingress for policy in selecting)
 
     def allows(self, endpoint: Workload, address: Address, protocol: int, port: int) -> bool:
         verdict = self.verdict(endpoint, address, protocol, port)

@@ -1,7 +1,7 @@
 """Random histories, and what must hold after each step of them.
 
-The kernel performs one write at a time, late, or refuses it; its answers come later still; questions, replies, ends of lifetimes,
-policies and endpoints come in between in any order. `Simulation` judges by the kernel's rows alone and by `naive`:
+The kernel performs one write at a time, late, or refuses it; its answers come later still; questions, replies, ends of
+lifetimes, policies and endpoints come in between in any order. `Simulation` judges by the kernel's rows alone and by `naive`:
 
 I1  at rest, the kernel holds what a recomputation says
 I2  an ipcache row in the kernel names an identity whose policy rows are there, in every set an endpoint is judged by
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from agent.core.events import AskerGone, Event, FlowsSeen, HostAddresses, PoliciesChanged, RowsWritten, UpstreamFailed
+from agent.core.events import AskerGone, Event, HostAddresses, PoliciesChanged, RowsWritten, UpstreamFailed
 from agent.core.known_bad import KnownBad
 from agent.core.proxy import QUESTION_S_MAX
 from agent.core.rules import Cidr, Endpoints, Entity, Fqdn, LabelSelector, Origin, Peer, Policy, Ports, Rule
@@ -289,7 +289,7 @@ class Simulation:
         """I2, and the half of I4 about flows."""
         kernel = self.world.kernel.rows
         groups = {value.group for _, value in self.endpoint_rows()}
-        sets = {value.set for number, value in kernel[Table.GROUPS].items() if number in groups and isinstance(value, GroupValue)}
+        sets = {v.set for number, v in kernel[Table.GROUPS].items() if number in groups and isinstance(v, GroupValue)}
         named = {identity for identity in kernel[Table.IPCACHE].values() if isinstance(identity, int)}
         for identity in named | self.world.remembered:
             assert identity in self.labels_by_number, f"I4: the kernel names identity {identity}, which never was"
@@ -347,8 +347,8 @@ class Simulation:
         engine = self.engine
         proxy, barriers = engine.proxy, engine.reconciler.barriers
         assert not self.questions, "I3: questions without an answer"
-        for left in (proxy.transactions, proxy._numbers_by_asker, proxy._number_by_barrier, proxy._open_by_endpoint):
-            assert not left, "a question is over and left something"
+        of_questions = (proxy.transactions, proxy._numbers_by_asker, proxy._number_by_barrier, proxy._open_by_endpoint)
+        assert not any((*of_questions, proxy._bringers)), "a question is over and left something"
         assert not barriers._waiting, "somebody waits for a row that is settled"
         assert not barriers.over
         assert not engine._ending, "a lifetime's end is never looked at"
@@ -366,7 +366,8 @@ class Simulation:
         named = set(self.world.kernel.rows[Table.IPCACHE].values())
         for identity, labels in engine.identities.labels_by_identity.items():
             is_used = identity in named or identity in self.world.remembered or identity < 1 << 24
-            assert is_used or any(s.identity == identity for s in engine.names.selectors.values()), f"{identity} {labels} is kept"
+            is_ready = any(selector.identity == identity for selector in engine.names.selectors.values())
+            assert is_used or is_ready, f"identity {identity} of {sorted(labels)} is kept for nobody"
         wanted = {peer for group in engine.groups.groups.values() for peer in group.compiled.peers if isinstance(peer, Fqdn)}
         assert engine.names.selectors.keys() == wanted
         for selector in engine.names.selectors.values():
@@ -403,7 +404,11 @@ class Histories(RuleBasedStateMachine):
             self.sim.questions[asker] = (endpoint, name, self.world.now)
             self.sim.judge()
 
-    @rule(endpoint=st.sampled_from((1, 1, 2, 3)), name=st.sampled_from(NAMES[:3]), addresses=st.sets(V4, min_size=1, max_size=2))
+    @rule(
+        endpoint=st.sampled_from((1, 1, 2, 3)),
+        name=st.sampled_from(NAMES[:3]),
+        addresses=st.sets(V4, min_size=1, max_size=2),
+    )
     def resolve(self, endpoint: int, name: str, addresses: set[Address]) -> None:
         """A question answered at once, so that replies are held often."""
         self.ask(endpoint, name, v6=False)
@@ -545,5 +550,3 @@ class Histories(RuleBasedStateMachine):
 
 def histories(known_bad: Iterable[KnownBad] = ()) -> type[Histories]:
     return type("Histories", (Histories,), {"known_bad": frozenset(known_bad)})
-
-

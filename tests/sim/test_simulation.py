@@ -20,8 +20,8 @@ EXAMPLES = int(os.environ.get("SIM_EXAMPLES", "0"))
 def test_invariants_hold_in_every_history() -> None:
     """I1 to I6 hold after every step, and nothing is left over at rest."""
     profile = settings(
-        max_examples=EXAMPLES or 60,
-        stateful_step_count=60 if EXAMPLES else 40,
+        max_examples=EXAMPLES or 120,
+        stateful_step_count=60 if EXAMPLES else 50,
         derandomize=not EXAMPLES,
         deadline=None,
         suppress_health_check=list(HealthCheck),

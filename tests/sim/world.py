@@ -1,4 +1,4 @@
-"""A world for the engine: a kernel made of dictionaries, an upstream that says what the test says, clients that look at answers.
+"""A world for the engine: a kernel made of dictionaries, an upstream that says what it is told to, clients that look at answers.
 
 The fake kernel performs writes when the test lets it, and can refuse them. The judge of packets here is independent of the
 core's own tables: it reads the fake kernel's rows alone, as the datapath would.
@@ -41,16 +41,19 @@ from agent.core.events import (
     WriteRows,
 )
 from agent.core.known_bad import KnownBad
-from agent.core.rules import Cidr, Entity, Fqdn, LabelSelector, Origin, Policy, Ports, Rule
+from agent.core.rules import Cidr, Entity, Expression, Fqdn, LabelSelector, Operator, Origin, Policy, Ports, Rule
 from agent.core.settings import Settings, Upstream
 from agent.core.types import (
     IDENTITY_ANY,
     IDENTITY_WORLD,
+    PORT_DNS,
     PROTOCOL_TCP,
     PROTOCOL_UDP,
     SCOPE_STATIC,
     Address,
     Direction,
+    EndpointValue,
+    GroupValue,
     IpcacheKey,
     Key,
     PolicyKey,
@@ -107,35 +110,42 @@ class FakeKernel:
                     return found
         return IDENTITY_WORLD
 
-    def verdict_of(self, policy_set: int, identity: int, protocol: int, port: int) -> Verdict | None:
+    def verdict_of(
+        self, policy_set: int, identity: int, protocol: int, port: int, direction: Direction = Direction.EGRESS
+    ) -> Verdict | None:
         """Deny of either row, then redirect, then allow; None where no row says anything."""
         verdicts = []
         for of in (identity, IDENTITY_ANY):
             for bits in range(16, -1, -1):
-                key = PolicyKey(policy_set, of, Direction.EGRESS, protocol, port >> (16 - bits) << (16 - bits), bits)
+                key = PolicyKey(policy_set, of, direction, protocol, port >> (16 - bits) << (16 - bits), bits)
                 row = self.rows[Table.POLICY].get(key)
                 if isinstance(row, PolicyValue):
                     verdicts.append(row.verdict)
                     break
             else:
-                row = self.rows[Table.POLICY].get(PolicyKey(policy_set, of, Direction.EGRESS, 0, 0, 0))
+                row = self.rows[Table.POLICY].get(PolicyKey(policy_set, of, direction, 0, 0, 0))
                 if isinstance(row, PolicyValue):
                     verdicts.append(row.verdict)
         return max(verdicts, default=None)
 
+    def verdict_for(
+        self, ifindex: int, address: Address, protocol: int, port: int, direction: Direction = Direction.EGRESS
+    ) -> Verdict | None:
+        """What the rows say about a packet of this endpoint; None where the default of the direction holds."""
+        endpoint = self.rows[Table.ENDPOINTS][ifindex]
+        assert isinstance(endpoint, EndpointValue)
+        group = self.rows[Table.GROUPS][endpoint.group]
+        assert isinstance(group, GroupValue)
+        return self.verdict_of(group.set, self.identity_of(endpoint.scope, address), protocol, port, direction)
+
     def allows(self, ifindex: int, address: Address, protocol: int, port: int) -> bool:
         """Would the datapath let the first packet of a new flow of this endpoint pass?"""
         endpoint = self.rows[Table.ENDPOINTS].get(ifindex)
-        if endpoint is None:
+        group = self.rows[Table.GROUPS].get(endpoint.group) if isinstance(endpoint, EndpointValue) else None
+        if not isinstance(group, GroupValue):
             return False
-        group = self.rows[Table.GROUPS].get(endpoint.group)  # type: ignore[union-attr]
-        if group is None:
-            return False
-        identity = self.identity_of(endpoint.scope, address)  # type: ignore[union-attr]
-        verdict = self.verdict_of(group.set, identity, protocol, port)  # type: ignore[union-attr]
-        if verdict is None:
-            return not group.default_deny_egress  # type: ignore[union-attr]
-        return verdict is Verdict.ALLOW
+        verdict = self.verdict_for(ifindex, address, protocol, port)
+        return verdict is Verdict.ALLOW or (verdict is None and not group.default_deny_egress)
 
 
 @dataclass(slots=True)
@@ -307,9 +317,9 @@ class World:
         response = dns.message.make_response(query)
         response.set_rcode(dns.rcode.from_text(rcode))
         question = query.question[0]
-        if addresses:
-            kind = "AAAA" if ":" in addresses[0] else "A"
-            response.answer.append(dns.rrset.from_text(question.name, ttl, "IN", kind, *addresses))
+        for address in addresses:  # a set of its own for each: dnspython writes the records of one set in random order
+            kind = "AAAA" if ":" in address else "A"
+            response.answer.append(dns.rrset.from_text(question.name, ttl, "IN", kind, address))
         self.handle(Reply(number, response.to_wire()))
 
     def resolve(self, name: str, *addresses: str, endpoint: int = 1, ttl: int = 60) -> Answered:
@@ -345,8 +355,13 @@ def allow(*targets: str, port: int | None = 443, deny: Iterable[str] = (), app: 
 
 
 def subject(app: str | None) -> LabelSelector:
-    from agent.core.rules import Expression, Operator
-
     if app is None:
         return LabelSelector()
     return LabelSelector((Expression("app", Operator.IN, frozenset({app})),))
+
+
+def any_question() -> Policy:
+    """Every name may be asked, of any server; it opens nothing."""
+    ports = (Ports(PROTOCOL_UDP, PORT_DNS, PORT_DNS), Ports(PROTOCOL_TCP, PORT_DNS, PORT_DNS))
+    rule = Rule(Direction.EGRESS, None, ports, names=(), origin=Origin("questions", 1))
+    return Policy("questions", LabelSelector(), (rule,), default_deny_egress=True, default_deny_ingress=False)

@@ -6,8 +6,9 @@ import pytest
 
 from agent.core.types import Direction, Prefix, packed
 from agent.datapath.abi import Reason
+from agent.datapath.model import parse
 from tests import datapath_cases
-from tests.judges import ModelJudge
+from tests.judges import IFINDEX, ModelJudge
 from tests.packets import CLIENT, PEER, TCP, frame, tcp
 from tests.verdict_cases import ALLOW, BASE, CASES, MOVED, Case, holds, rule, tell
 
@@ -47,3 +48,13 @@ def test_order_of_rows(is_policy_first: bool) -> None:
     judge.apply([writes[0 if is_policy_first else 1]])
     between = judge.judge(Direction.EGRESS, frame(CLIENT, PEER, TCP, tcp(40000, 443)))
     assert between is (Reason.PASS_POLICY if is_policy_first else Reason.DROP_POLICY)
+
+
+def test_explain_changes_nothing() -> None:
+    """A packet that is only thought of gets the verdict a real one would, and leaves no flow."""
+    judge = ModelJudge()
+    judge.apply([*BASE, rule(ALLOW, cookie=9)])
+    thought = parse(frame(CLIENT, PEER, TCP, tcp(40000, 443)))
+    judgement = judge.model.explain(IFINDEX, Direction.EGRESS, thought, judge.now)
+    assert (judgement.reason, judgement.cookie, judgement.passes) == (Reason.PASS_POLICY, 9, True)
+    assert not judge.flows()

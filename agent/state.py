@@ -1,0 +1,207 @@
+"""The journal: records appended before the kernel is written, read again at the next start.
+
+    line 1     {"journal": "namegate", "version": 1, "boot": BOOT ID, "maps": ID OF THE POLICY MAP}
+    line 2 …   ["pair", scope, name, address in hex, lives until, kept until], ["gone", …], ["identity", …], …
+
+Rule 1: appended with write(2), one call for each batch of records, and not synced: journal and pinned maps have the same life, both
+survive the process and neither survives the machine.
+Rule 2: it belongs to one boot and one set of maps. Of another boot, or of maps that are gone, it says nothing and is begun anew.
+Rule 3: a torn last line is dropped; a file that is not ours, or of a newer version, is refused and left as it is.
+Rule 4: compacted into a new file that takes the old one's place by rename(2); until then every record goes into both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from agent.core.records import EndpointRecord, IdentityGone, IdentityRecord, PairGone, PairRecord, Record
+
+VERSION: Final = 1
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+# About 2 ms of encoding: between two slices of a compaction the loop looks at its sockets.
+SLICE_RECORDS: Final = 500
+
+
+class StateError(Exception):
+    """The journal is not ours to read or write; the sentence says what to do."""
+
+
+class _Header(NamedTuple):
+    boot: str
+    maps: int
+
+
+class Journal:
+    """The journal of one agent, open for appending.
+
+    maps: the kernel's id of the policy map: with another one the records explain nothing. records: of the process before, in
+    their order; empty where they are of another boot or other maps.
+    """
+
+    def __init__(self, path: Path, maps: int, *, boot: str | None = None) -> None:
+        self.path = path
+        self.records: tuple[Record, ...] = ()
+        self.lines = 0  # written since the last compaction
+        self._header = _Header(boot if boot is not None else BOOT_ID.read_text(encoding="ascii").strip(), maps)
+        self._compacting: Iterator[None] | None = None
+        self._fds: list[int] = []
+        text = _read(path)
+        if text is not None and _header(path, text) == self._header:
+            self.records = tuple(_records(path, text))
+        self._begin(_new_file(path), self.records)
+        self._replace()
+
+    def append(self, records: Iterable[Record]) -> None:
+        """One write for all of them. OSError when the file system is full: nothing may be written to the kernel then."""
+        lines = [_line(record) for record in records]
+        octets = "".join(lines).encode()
+        for fd in self._fds:
+            _write_all(fd, octets)
+        self.lines += len(lines)
+
+    def compact(self, live: Iterable[Record]) -> None:
+        """Begin a new file with what is live; `step` goes on with it."""
+        if self._compacting is None:
+            self._compacting = self._compact(iter(live))
+
+    @property
+    def is_compacting(self) -> bool:
+        return self._compacting is not None
+
+    def step(self) -> None:
+        """One slice of the compaction under way, if there is one."""
+        if self._compacting is not None:
+            try:
+                next(self._compacting)
+            except StopIteration:
+                self._compacting = None
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+        with contextlib.suppress(FileNotFoundError):
+            _new_file(self.path).unlink()
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, path: Path, records: Iterable[Record]) -> None:
+        """A new file beside the old one: header, then records."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fds.append(fd)
+        header = {"journal": "namegate", "version": VERSION, "boot": self._header.boot, "maps": self._header.maps}
+        _write_all(fd, (json.dumps(header) + "\n").encode())
+        _write_all(fd, "".join(map(_line, records)).encode())
+
+    def _replace(self) -> None:
+        """The new file is complete: it is the journal now."""
+        _new_file(self.path).rename(self.path)
+        for fd in self._fds[:-1]:
+            os.close(fd)
+        del self._fds[:-1]
+        self.lines = 0
+
+    def _compact(self, live: Iterator[Record]) -> Iterator[None]:
+        self._begin(_new_file(self.path), ())
+        slice_of_lines: list[str] = []
+        for record in live:
+            slice_of_lines.append(_line(record))
+            if len(slice_of_lines) == SLICE_RECORDS:
+                _write_all(self._fds[-1], "".join(slice_of_lines).encode())
+                slice_of_lines.clear()
+                yield
+        _write_all(self._fds[-1], "".join(slice_of_lines).encode())
+        self._replace()
+
+
+def _new_file(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+def _read(path: Path) -> str | None:
+    try:
+        octets = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}") from None
+    return octets.decode("utf-8", errors="replace")
+
+
+def _header(path: Path, text: str) -> _Header | None:
+    """None for a header that was torn, which is one line of ours cut short; StateError for what we did not write."""
+    line, newline, _ = text.partition("\n")
+    if not newline:
+        if '{"journal": "namegate"'.startswith(line[:22]):
+            return None
+        raise StateError(f"{path} is not a journal of namegate: move it away")
+    try:
+        header = json.loads(line)
+        if header["journal"] != "namegate":
+            raise ValueError
+        if header["version"] > VERSION:
+            raise StateError(f"{path} was written by a newer namegate: run that one, or move the file away")
+        return _Header(str(header["boot"]), int(header["maps"]))
+    except (ValueError, TypeError, KeyError):
+        raise StateError(f"{path} is not a journal of namegate: move it away") from None
+
+
+def _records(path: Path, text: str) -> Iterator[Record]:
+    """Every record of the file, but for a last line that was cut short."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines[1:-1], 2):
+        try:
+            yield _record(json.loads(line))
+        except (ValueError, TypeError, KeyError, IndexError):
+            raise StateError(f"{path}:{number}: a record that is none: move the file away, and names are learned anew") from None
+
+
+def _line(record: Record) -> str:
+    match record:
+        case PairRecord():
+            kind: list[Any] = ["pair", record.scope, record.name, record.address.hex(), record.lives_until, record.kept_until]
+        case PairGone():
+            kind = ["gone", record.scope, record.name, record.address.hex()]
+        case IdentityRecord():
+            kind = ["identity", record.identity, *record.labels]
+        case IdentityGone():
+            kind = ["released", record.identity]
+        case EndpointRecord():
+            kind = ["endpoint", record.endpoint, record.interface, record.ifindex]
+    return json.dumps(kind, ensure_ascii=True) + "\n"
+
+
+def _record(line: list[Any]) -> Record:
+    kind, *values = line
+    if kind == "pair":
+        scope, name, address, lives_until, kept_until = values
+        return PairRecord(int(scope), str(name), _address(address), float(lives_until), float(kept_until))
+    if kind == "gone":
+        scope, name, address = values
+        return PairGone(int(scope), str(name), _address(address))
+    if kind == "identity":
+        return IdentityRecord(int(values[0]), tuple(map(str, values[1:])))
+    if kind == "released":
+        (identity,) = values
+        return IdentityGone(int(identity))
+    if kind == "endpoint":
+        endpoint, interface, ifindex = values
+        return EndpointRecord(int(endpoint), str(interface), int(ifindex))
+    raise ValueError(kind)
+
+
+def _address(text: str) -> bytes:
+    address = bytes.fromhex(text)
+    if len(address) not in (4, 16):
+        raise ValueError(text)
+    return address
+
+
+def _write_all(fd: int, octets: bytes) -> None:
+    """A short write is a file system that is getting full: the rest is tried, and then says why."""
+    while octets:
+        octets = octets[os.write(fd, octets) :]
