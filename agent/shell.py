@@ -368,9 +368,13 @@ class Shell:
     def _attach(self, effect: Attach) -> None:
         try:
             self._datapath.attach(effect)
-            log.info("endpoint %d: %s is enforced", effect.endpoint, effect.interface)
         except DatapathError as error:
             log.error("endpoint %d: %s is NOT enforced: %s", effect.endpoint, effect.interface, error)
+            return
+        log.info("endpoint %d: %s is enforced", effect.endpoint, effect.interface)
+        if all(endpoint.is_attached for endpoint in self._engine.groups.endpoints.values()):
+            for interface in self._datapath.detach_others():
+                log.info("%s is no endpoint any more: detached", interface)
 
     def _settle(self, effect: Settled) -> None:
         ticket = self._tickets.pop(effect.ticket, None)
@@ -429,6 +433,8 @@ class Shell:
         listings = Listings(self._engine, now())
         reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
         reasons += [f"{row['interface']}: {row['state']}" for row in self._endpoint_rows() if row["state"] != "enforcing"]
+        if self._datapath.gate_state() is not HookState.FIRST:
+            reasons.append(f"{self._config.datapath.device}: the program that takes DNS over is not there, or not the first")
         failed = listings.rows_failed()
         reasons += [f"{row['table']} row {row['row']}: {row['error']}" for row in failed[:20]]
         starting = not self._engine.proxy.is_started
