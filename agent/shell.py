@@ -16,13 +16,14 @@ import contextlib
 import dataclasses
 import datetime as dt
 import errno
+import itertools
 import json
 import logging
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import IO, NamedTuple
 
 from agent.config import Config, DeniedAnswer, Learn, OnFailure, policy_files
@@ -30,7 +31,7 @@ from agent.control import ControlError
 from agent.control.listings import Listings, Row, counts
 from agent.control.lock import AgentLock
 from agent.control.server import ControlServer
-from agent.core.engine import Engine
+from agent.core.engine import SOURCES, Engine
 from agent.core.events import (
     AskerGone,
     AskUpstream,
@@ -46,19 +47,23 @@ from agent.core.events import (
     PassOverFlows,
     PoliciesChanged,
     ReadLastSeen,
+    Restored,
     RowsWritten,
+    Save,
     SendReply,
     Settled,
     SourceReported,
     Tick,
     WriteRows,
 )
+from agent.core.reconciler import BATCH_ROWS_MAX
+from agent.core.records import EndpointRecord, Record
 from agent.core.rules import Policy
 from agent.core.settings import Settings
 from agent.core.types import PROTOCOL_NAMES, Address, Direction, IpcacheKey, Table, Write, text_of
 from agent.datapath.abi import Loss
 from agent.datapath.attach import HookState
-from agent.datapath.datapath import Datapath
+from agent.datapath.datapath import Datapath, pinned_map_id
 from agent.datapath.datapath import Settings as DatapathSettings
 from agent.datapath.errors import DatapathError
 from agent.datapath.events import DropEvent
@@ -69,6 +74,7 @@ from agent.dns.wire import Rcode
 from agent.host.interfaces import InterfaceMissing, Interfaces
 from agent.policy.files import read_policies
 from agent.policy.remarks import PolicyError
+from agent.state import Journal, StateError, read_journal
 
 log = logging.getLogger("namegate")
 
@@ -76,6 +82,10 @@ log = logging.getLogger("namegate")
 DROPS_KEPT = 10_000
 # EX_SOFTWARE of sysexits.h: a supervisor starts the agent again.
 EXIT_MISTAKE = 70
+
+# Compacted when three of four lines say nothing any more: then it costs one line for each that is appended.
+JOURNAL_GROWTH = 4
+JOURNAL_SLACK_LINES = 10_000
 
 _START = object()  # ticket of the policies of the start
 
@@ -94,14 +104,37 @@ def run(config: Config) -> int:
         lock.acquire()
         policies = read_policies(policy_files(config.policies))
         interfaces = Interfaces()
-        endpoints = _endpoints(config, interfaces)
-        with contextlib.closing(Datapath.open(DatapathSettings(**dataclasses.asdict(config.datapath)))) as datapath:
-            return asyncio.run(_serve(config, policies, endpoints, interfaces.host_addresses(), datapath, lock))
-    except (ControlError, PolicyError, InterfaceMissing, DatapathError) as error:
+        settings = DatapathSettings(**dataclasses.asdict(config.datapath))
+        journal_path = config.control.socket.with_name("journal")
+        records = read_journal(journal_path, pinned_map_id(settings))
+        with contextlib.ExitStack() as stack:
+            datapath = stack.enter_context(contextlib.closing(Datapath.open(settings, take_over=records is not None)))
+            if not datapath.is_taken_over:
+                log.info("names are learned anew: %s", datapath.why_not or "no journal explains the tables found")
+                records = None
+            journal = stack.enter_context(contextlib.closing(Journal(journal_path, datapath.policy_map_id, records or ())))
+            start = Start(
+                records=records,
+                host_addresses=interfaces.host_addresses(),
+                endpoints=_endpoints(config, interfaces, records or ()),
+                policies=tuple(policies),
+            )
+            return asyncio.run(_serve(config, start, datapath, journal, lock))
+    except (ControlError, PolicyError, InterfaceMissing, DatapathError, StateError) as error:
         print(f"namegate: {error}", file=sys.stderr)
         return 2
     finally:
         lock.release()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """All that is known at start. records: of the process before, None where its tables were not taken over."""
+
+    records: tuple[Record, ...] | None
+    host_addresses: frozenset[Address]
+    endpoints: Sequence[EndpointAdded]
+    policies: tuple[Policy, ...]
 
 
 def _raise_descriptor_limit() -> None:
@@ -113,10 +146,9 @@ def _raise_descriptor_limit() -> None:
 
 async def _serve(
     config: Config,
-    policies: Sequence[Policy],
-    endpoints: Sequence[EndpointAdded],
-    host_addresses: frozenset[Address],
+    start: Start,
     datapath: Datapath,
+    journal: Journal,
     lock: AgentLock,
 ) -> int:
     loop = asyncio.get_running_loop()
@@ -138,23 +170,29 @@ async def _serve(
         stop(2)
 
     loop.set_exception_handler(give_up)
-    shell = Shell(config, datapath, refused)
+    shell = Shell(config, datapath, journal, refused)
     server = ControlServer(config.control.socket, shell.answer, lock)
     await server.start()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, 0)
-        shell.start(policies, endpoints, host_addresses)
+        shell.start(start)
         return await stopped
     finally:
         await server.close()
         shell.close()
 
 
-def _endpoints(config: Config, interfaces: Interfaces) -> list[EndpointAdded]:
+def _endpoints(config: Config, interfaces: Interfaces, records: Iterable[Record]) -> list[EndpointAdded]:
+    """An interface that was an endpoint before keeps its number, by which its flows are known."""
+    known = {(record.interface, record.ifindex): record.endpoint for record in records if isinstance(record, EndpointRecord)}
+    fresh = itertools.count(max(known.values(), default=0) + 1)
     endpoints = []
-    for number, endpoint in enumerate(config.endpoints, 1):
+    for endpoint in config.endpoints:
         ifindex = interfaces.ifindex(endpoint.interface)
+        number = known.get((endpoint.interface, ifindex))
+        if number is None:
+            number = next(fresh)
         addresses = frozenset(endpoint.addresses) or (
             interfaces.addresses_on(ifindex) if endpoint.orientation else interfaces.addresses_behind(ifindex)
         )
@@ -247,9 +285,10 @@ def _row_of(write: Write) -> str:
 class Shell:
     """start_refused: told why the policies of the start cannot be in force."""
 
-    def __init__(self, config: Config, datapath: Datapath, start_refused: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, datapath: Datapath, journal: Journal, start_refused: Callable[[str], None]) -> None:
         self._config = config
         self._datapath = datapath
+        self._journal: Journal | None = journal
         self._start_refused = start_refused
         self._loop = asyncio.get_running_loop()
         self._engine = Engine(_settings(config), now(), config.testing.known_bad)
@@ -260,6 +299,7 @@ class Shell:
         self._listeners = Listeners(config.datapath.mark, limits=limits)
         self._upstreams = Upstreams(self._loop, config.datapath.mark, self._take)
         self._replies: list[tuple[Hashable, bytes]] = []
+        self._attached: set[int] = set()  # endpoints
         self._timer: asyncio.TimerHandle | None = None
         self._tickets: dict[Hashable, asyncio.Future[str | None]] = {}
         self._drops: collections.deque[Row] = collections.deque(maxlen=DROPS_KEPT)
@@ -267,13 +307,15 @@ class Shell:
         self._trace: IO[str] | None = config.testing.trace.open("w") if config.testing.trace is not None else None
         self._started_at = dt.datetime.now(dt.UTC)
 
-    def start(self, policies: Sequence[Policy], endpoints: Sequence[EndpointAdded], hosts: frozenset[Address]) -> None:
+    def start(self, start: Start) -> None:
         """Begin to hear, then say all that is known at start. The last event attaches the programs."""
         self._datapath.set_dns_sockets(self._listeners.sockets())
         self._listeners.start(self._loop, self._take, self._gone)
         self._loop.add_reader(self._datapath.events_fd, self._read_events)
-        self._take([HostAddresses(hosts), *endpoints, PoliciesChanged(tuple(policies), _START)])
-        self._take([SourceReported("host"), SourceReported("endpoints"), SourceReported("policies")])
+        if start.records is not None:
+            self._take([Restored(start.records, self._datapath.rows())])
+        self._take([HostAddresses(start.host_addresses), *start.endpoints, PoliciesChanged(start.policies, _START)])
+        self._take([SourceReported(source) for source in sorted(SOURCES)])
 
     def close(self) -> None:
         """The kernel goes on enforcing."""
@@ -305,6 +347,8 @@ class Shell:
                 match effect:
                     case SendReply():
                         self._replies.append((effect.asker, effect.message))
+                    case Save():
+                        self._save(effect.records)
                     case WriteRows():
                         self._flush()
                         self._write(effect.writes)
@@ -320,6 +364,7 @@ class Shell:
                     case Attach():
                         self._attach(effect)
                     case Detach():
+                        self._attached.discard(effect.endpoint)
                         self._datapath.detach(effect)
                     case Settled():
                         self._settle(effect)
@@ -334,11 +379,35 @@ class Shell:
     def _write(self, writes: tuple[Write, ...]) -> None:
         if self._injection.delay_s:
             self._loop.call_later(self._injection.delay_s, self._write_late, writes)
-        else:
+        elif len(writes) < BATCH_ROWS_MAX:
             self._engine.handle(RowsWritten(self._written(writes)), now())
+        else:
+            # There is more where this came from: sockets are looked at in between.
+            self._loop.call_soon(self._take, [RowsWritten(self._written(writes))])
 
     def _write_late(self, writes: tuple[Write, ...]) -> None:
         self._take([RowsWritten(self._written(writes))])
+
+    def _save(self, records: tuple[Record, ...]) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.append(records)
+        except OSError as error:
+            # Rows without records could not be explained at the next start: it learns anew, as if there had been no journal.
+            log.error("the journal %s cannot be written (%s): the next start learns names anew", self._journal.path, error)
+            self._journal.abandon()
+            self._journal = None
+            return
+        known = len(self._engine.dns_cache) + len(self._engine.identities)
+        if self._journal.lines > JOURNAL_SLACK_LINES + JOURNAL_GROWTH * known and not self._journal.is_compacting:
+            self._journal.compact(self._engine.records())
+            self._loop.call_soon(self._compact)
+
+    def _compact(self) -> None:
+        if self._journal is not None and self._journal.is_compacting:
+            self._journal.step()
+            self._loop.call_soon(self._compact)
 
     def _written(self, writes: tuple[Write, ...]) -> tuple[tuple[Write, int], ...]:
         """Each write with the kernel's errno, 0 for done."""
@@ -372,7 +441,8 @@ class Shell:
             log.error("endpoint %d: %s is NOT enforced: %s", effect.endpoint, effect.interface, error)
             return
         log.info("endpoint %d: %s is enforced", effect.endpoint, effect.interface)
-        if all(endpoint.is_attached for endpoint in self._engine.groups.endpoints.values()):
+        self._attached.add(effect.endpoint)
+        if self._attached >= self._engine.groups.endpoints.keys():
             for interface in self._datapath.detach_others():
                 log.info("%s is no endpoint any more: detached", interface)
 
@@ -435,6 +505,8 @@ class Shell:
         reasons += [f"{row['interface']}: {row['state']}" for row in self._endpoint_rows() if row["state"] != "enforcing"]
         if self._datapath.gate_state() is not HookState.FIRST:
             reasons.append(f"{self._config.datapath.device}: the program that takes DNS over is not there, or not the first")
+        if self._journal is None:
+            reasons.append("the journal could not be written: the next start learns names anew")
         failed = listings.rows_failed()
         reasons += [f"{row['table']} row {row['row']}: {row['error']}" for row in failed[:20]]
         starting = not self._engine.proxy.is_started

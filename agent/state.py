@@ -3,9 +3,10 @@
     line 1     {"journal": "namegate", "version": 1, "boot": BOOT ID, "maps": ID OF THE POLICY MAP}
     line 2 …   ["pair", scope, name, address in hex, lives until, kept until], ["gone", …], ["identity", …], …
 
-Rule 1: appended with write(2), one call for each batch of records, and not synced: journal and pinned maps have the same life, both
-survive the process and neither survives the machine.
-Rule 2: it belongs to one boot and one set of maps. Of another boot, or of maps that are gone, it says nothing and is begun anew.
+Rule 1: appended with write(2), one call for each batch of records, and not synced: journal and pinned maps have the same
+life, both survive the process and neither survives the machine.
+Rule 2: it belongs to one boot and one set of maps. Of another boot, or of maps that are gone, it says nothing and is begun
+anew.
 Rule 3: a torn last line is dropped; a file that is not ours, or of a newer version, is refused and left as it is.
 Rule 4: compacted into a new file that takes the old one's place by rename(2); until then every record goes into both.
 """
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from agent.core.records import EndpointRecord, IdentityGone, IdentityRecord, PairGone, PairRecord, Record
+from agent.core.records import EndpointRecord, IdentityGone, IdentityRecord, NumbersRecord, PairGone, PairRecord, Record
 
 VERSION: Final = 1
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -36,25 +37,39 @@ class _Header(NamedTuple):
     maps: int
 
 
-class Journal:
-    """The journal of one agent, open for appending.
+def read_journal(path: Path, maps: int | None) -> tuple[Record, ...] | None:
+    """The records of the process before, in their order; None where there are none for these maps and this boot.
 
-    maps: the kernel's id of the policy map: with another one the records explain nothing. records: of the process before, in
-    their order; empty where they are of another boot or other maps.
+    maps: the kernel's id of the policy map that would be taken over, None if there is none. Raises StateError.
+    """
+    text = _read(path)
+    if text is None:
+        return None
+    header = _header(path, text)
+    return tuple(_records(path, text)) if maps is not None and header == _Header(_boot(), maps) else None
+
+
+def _boot() -> str:
+    return BOOT_ID.read_text(encoding="ascii").strip()
+
+
+class Journal:
+    """The journal of this process, open for appending; it begins with the records of the process before, if they still count.
+
+    maps: the kernel's id of the policy map. Raises StateError.
     """
 
-    def __init__(self, path: Path, maps: int, *, boot: str | None = None) -> None:
+    def __init__(self, path: Path, maps: int, records: Iterable[Record] = ()) -> None:
         self.path = path
-        self.records: tuple[Record, ...] = ()
         self.lines = 0  # written since the last compaction
-        self._header = _Header(boot if boot is not None else BOOT_ID.read_text(encoding="ascii").strip(), maps)
+        self._header = _Header(_boot(), maps)
         self._compacting: Iterator[None] | None = None
         self._fds: list[int] = []
-        text = _read(path)
-        if text is not None and _header(path, text) == self._header:
-            self.records = tuple(_records(path, text))
-        self._begin(_new_file(path), self.records)
-        self._replace()
+        try:
+            self._begin(_new_file(path), records)
+            self._replace()
+        except OSError as error:
+            raise StateError(f"{path} cannot be written: {error.strerror}") from None
 
     def append(self, records: Iterable[Record]) -> None:
         """One write for all of them. OSError when the file system is full: nothing may be written to the kernel then."""
@@ -80,6 +95,12 @@ class Journal:
                 next(self._compacting)
             except StopIteration:
                 self._compacting = None
+
+    def abandon(self) -> None:
+        """It lacks what could not be written: away with it."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def close(self) -> None:
         while self._fds:
@@ -157,19 +178,23 @@ def _records(path: Path, text: str) -> Iterator[Record]:
         try:
             yield _record(json.loads(line))
         except (ValueError, TypeError, KeyError, IndexError):
-            raise StateError(f"{path}:{number}: a record that is none: move the file away, and names are learned anew") from None
+            sentence = f"{path}:{number}: a record that is none: move the file away, and names are learned anew"
+            raise StateError(sentence) from None
 
 
 def _line(record: Record) -> str:
+    kind: list[Any]
     match record:
         case PairRecord():
-            kind: list[Any] = ["pair", record.scope, record.name, record.address.hex(), record.lives_until, record.kept_until]
+            kind = ["pair", record.scope, record.name, record.address.hex(), record.lives_until, record.kept_until]
         case PairGone():
             kind = ["gone", record.scope, record.name, record.address.hex()]
         case IdentityRecord():
             kind = ["identity", record.identity, *record.labels]
         case IdentityGone():
             kind = ["released", record.identity]
+        case NumbersRecord():
+            kind = ["numbers", *record]
         case EndpointRecord():
             kind = ["endpoint", record.endpoint, record.interface, record.ifindex]
     return json.dumps(kind, ensure_ascii=True) + "\n"
@@ -188,6 +213,9 @@ def _record(line: list[Any]) -> Record:
     if kind == "released":
         (identity,) = values
         return IdentityGone(int(identity))
+    if kind == "numbers":
+        identity, policy_set, group, cookie = map(int, values)
+        return NumbersRecord(identity, policy_set, group, cookie)
     if kind == "endpoint":
         endpoint, interface, ifindex = values
         return EndpointRecord(int(endpoint), str(interface), int(ifindex))

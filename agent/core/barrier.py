@@ -70,16 +70,19 @@ class Barriers:
                 self._waiting.setdefault(key, []).append((barrier, reference.revision))
         return barrier
 
-    def row_settled(self, table: Table, key: Key, revision: int) -> None:
-        """The kernel acknowledged the change that was asked for at this revision."""
+    def row_settled(self, table: Table, key: Key, revision: int, *, is_present: bool) -> None:
+        """The kernel acknowledged the change that was asked for at this revision.
+
+        A row that is gone meets nobody who needs it: it is wanted again by now, or `row_withdrawn` has told them.
+        """
         waiting = self._waiting.get((table, key))
         if waiting is None:
             return
-        still = [(barrier, wanted) for barrier, wanted in waiting if wanted > revision]
-        for barrier, wanted in waiting:
-            if wanted <= revision:
-                self._one_less(barrier, table, key)
-        self._keep(table, key, still)
+        is_met = [wanted <= revision and (is_present or not barrier.must_be_present) for barrier, wanted in waiting]
+        met = dict.fromkeys(barrier for (barrier, _), done in zip(waiting, is_met, strict=True) if done)
+        self._keep(table, key, [entry for entry in waiting if entry[0] not in met])
+        for barrier in met:
+            self._one_less(barrier, table, key)
 
     def row_failed(self, table: Table, key: Key, errno: int, *, because_of: tuple[Table, Key] | None = None) -> None:
         """This row cannot be, as things stand; whoever waits for it is told. because_of: the row that failed, if another."""

@@ -11,10 +11,15 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from agent.core.records import PairRecord
 from agent.core.types import Address
 
 # Entries of the heap that mean nothing any more are let be up to as many as there are pairs, and a few.
 HEAP_SLACK = 64
+
+
+# A name that is asked all the time costs the journal one line a second, not one for each answer.
+SAVED_WITHIN_S = 1.0
 
 
 class Pair(NamedTuple):
@@ -29,6 +34,7 @@ class Lifetime(NamedTuple):
     lives_until: float
     kept_until: float
     looked_at: float
+    saved_until: float  # what the journal says of kept_until
 
 
 class DnsCache:
@@ -53,9 +59,9 @@ class DnsCache:
         before = addresses.get(pair.address)
         if before is not None:
             if ends > before.lives_until:
-                addresses[pair.address] = Lifetime(ends, max(ends, before.kept_until), before.looked_at)
+                addresses[pair.address] = before._replace(lives_until=ends, kept_until=max(ends, before.kept_until))
             return False
-        addresses[pair.address] = Lifetime(ends, ends, ends)
+        addresses[pair.address] = Lifetime(ends, ends, ends, 0.0)
         self.names_by_address.setdefault((pair.scope, pair.address), set()).add(pair.name)
         self._count += 1
         self._look_again(pair, ends)
@@ -72,6 +78,19 @@ class DnsCache:
                 if lifetime.looked_at < float("inf")
             ]
             heapq.heapify(self._ends)
+
+    def restore(self, pair: Pair, lives_until: float, kept_until: float) -> None:
+        """Of the process before: as it was."""
+        self.update(pair, 0, kept_until - self.ttl_floor_s)
+        self.lifetimes[pair.scope, pair.name][pair.address] = Lifetime(lives_until, kept_until, kept_until, kept_until)
+
+    def unsaved(self, pair: Pair) -> PairRecord | None:
+        """What the journal has to learn of the pair. Ends that moved by less than a second may wait for the next time."""
+        lifetime = self.lifetimes[pair.scope, pair.name][pair.address]
+        if lifetime.kept_until < lifetime.saved_until + SAVED_WITHIN_S:
+            return None
+        self.lifetimes[pair.scope, pair.name][pair.address] = lifetime._replace(saved_until=lifetime.kept_until)
+        return PairRecord(*pair, lifetime.lives_until, lifetime.kept_until)
 
     def addresses(self, scope: int, name: str) -> dict[Address, Lifetime]:
         return self.lifetimes.get((scope, name), {})
@@ -102,7 +121,7 @@ class DnsCache:
     def keep(self, pair: Pair, until: float) -> None:
         """A flow uses the address: look again at this time."""
         lifetime = self.lifetimes[pair.scope, pair.name][pair.address]
-        self.lifetimes[pair.scope, pair.name][pair.address] = Lifetime(lifetime.lives_until, until, until)
+        self.lifetimes[pair.scope, pair.name][pair.address] = lifetime._replace(kept_until=until, looked_at=until)
         self._look_again(pair, until)
 
     def remove(self, pair: Pair) -> bool:
@@ -122,6 +141,10 @@ class DnsCache:
         if not names:
             del self.names_by_address[pair.scope, pair.address]
         return True
+
+    def __len__(self) -> int:
+        """How many pairs there are."""
+        return self._count
 
     def next_deadline(self) -> float | None:
         """The earliest end; something is due strictly after it."""

@@ -16,7 +16,7 @@ next_deadline()      when to be called again at the latest (with `Tick`)
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from agent.core.dns_cache import DnsCache, Pair
@@ -37,7 +37,9 @@ from agent.core.events import (
     Query,
     ReadLastSeen,
     Reply,
+    Restored,
     RowsWritten,
+    Save,
     Settled,
     SourceReported,
     Tick,
@@ -52,13 +54,22 @@ from agent.core.name_manager import NameManager
 from agent.core.policy import Cookies
 from agent.core.proxy import Proxy
 from agent.core.reconciler import Reconciler
+from agent.core.records import (
+    EndpointRecord,
+    IdentityGone,
+    IdentityRecord,
+    NumbersRecord,
+    PairGone,
+    PairRecord,
+    Record,
+)
 from agent.core.selector_cache import SelectorCache
 from agent.core.sets import PolicySets
 from agent.core.settings import Settings
-from agent.core.types import Address
+from agent.core.types import IDENTITY_LOCAL_FIRST, Address, LabelSet, Table
 
 # Sources of labels that have to speak before anything is judged (DECISIONS 10).
-SOURCES = frozenset({"policies", "host", "endpoints"})
+SOURCES = frozenset({"state", "policies", "host", "endpoints"})
 # A pass reads the whole flow table; identities that wait for it cost a few rows, not correctness.
 FLOW_PASS_EVERY_S = 5.0
 
@@ -85,7 +96,8 @@ class Engine:
         )
         # Label sets get numbers, prefixes get label sets; a new number gets its policy rows before a row names it.
         self.identities = IdentityAllocator(settings.identities_max, self.reconciler.ipcache.names, known_bad)
-        self.ipcache = Ipcache(self.reconciler.ipcache, self.identities, self.sets.add_identity)
+        self._records: list[Record] = []  # for the journal, of the event under way
+        self.ipcache = Ipcache(self.reconciler.ipcache, self.identities, self._add_identity)
         for identity, labels in self.identities.labels_by_identity.items():
             self.sets.add_identity(identity, labels)
         # Names and FQDN selectors put labels on prefixes.
@@ -113,6 +125,7 @@ class Engine:
 
     def handle(self, event: Event, now: float) -> None:
         """Take in one event; what has to be done about it is in `effects` then. now: seconds of CLOCK_BOOTTIME."""
+        first = len(self._effects)
         if isinstance(event, RowsWritten):
             self.reconciler.written(event.results, now)
         elif isinstance(event, Query):
@@ -138,10 +151,17 @@ class Engine:
         elif isinstance(event, HostAddresses):
             self.ipcache.host_addresses(self._host_addresses, event.addresses)
             self._host_addresses = event.addresses
+        elif isinstance(event, Restored):
+            self._restore(event)
         else:
             assert isinstance(event, SourceReported), f"an event nobody knows: {event!r}"
             self._source_reported(event.source, now)
         self._settle(now)
+        self._records += self.names.records
+        self.names.records.clear()
+        if self._records:
+            self._effects.insert(first, Save(tuple(self._records)))
+            self._records.clear()
 
     def effects(self) -> list[Effect]:
         """What is to be done, in this order; each effect is given out once."""
@@ -162,6 +182,66 @@ class Engine:
         )
         return min((at for at in deadlines if at is not None), default=None)
 
+    def records(self) -> Iterator[Record]:
+        """Everything the journal has to say now: what a compacted one begins with."""
+        yield self._numbers()
+        for identity, labels in list(self.identities.labels_by_identity.items()):
+            if identity >= IDENTITY_LOCAL_FIRST:
+                yield IdentityRecord(identity, tuple(sorted(labels)))
+        for number, endpoint in list(self.groups.endpoints.items()):
+            yield EndpointRecord(number, endpoint.added.interface, endpoint.added.ifindex)
+        for scope, name in list(self.dns_cache.lifetimes):
+            for address, lifetime in list(self.dns_cache.addresses(scope, name).items()):
+                yield PairRecord(scope, name, address, lifetime.lives_until, lifetime.kept_until)
+
+    def _numbers(self) -> NumbersRecord:
+        return NumbersRecord(
+            self.identities.next_number, self.sets.next_number, self.groups.next_group, self.cookies.next_number
+        )
+
+    def _restore(self, event: Restored) -> None:
+        """Take up where the process before was stopped, whatever it was doing (I7).
+
+        Its identities keep their numbers, its names their lifetimes; its rows judge until the first policies of ours are in
+        force. With the same policies every row is wanted again as it stands, and nothing is written.
+        """
+        assert not self.groups.endpoints, "what was left behind has to come before everything else"
+        pairs: dict[Pair, PairRecord] = {}
+        labels_by_identity: dict[int, LabelSet] = {}
+        for record in event.records:
+            match record:
+                case PairRecord():
+                    pairs[Pair(record.scope, record.name, record.address)] = record
+                case PairGone():
+                    pairs.pop(Pair(*record), None)
+                case IdentityRecord():
+                    labels_by_identity[record.identity] = frozenset(record.labels)
+                    self.identities.next_number = max(self.identities.next_number, record.identity + 1)
+                case IdentityGone():
+                    labels_by_identity.pop(record.identity, None)
+                case NumbersRecord():
+                    self.identities.next_number = max(self.identities.next_number, record.identity)
+                    self.sets.next_number = max(self.sets.next_number, record.set)
+                    self.groups.next_group = max(self.groups.next_group, record.group)
+                    self.cookies.next_number = max(self.cookies.next_number, record.cookie)
+                case EndpointRecord():
+                    pass  # the shell gives endpoints their numbers
+        for identity, labels in labels_by_identity.items():
+            self.identities.restore(identity, labels)
+            self.sets.add_identity(identity, labels)
+        for record in pairs.values():
+            self.names.restore(record)
+        for table, rows in event.rows.items():
+            if table is Table.IPCACHE:
+                self.ipcache.adopt(rows)
+            else:
+                self.reconciler.tables[table].adopt(rows)
+        self.groups.has_inherited = True
+
+    def _add_identity(self, identity: int, labels: LabelSet) -> None:
+        self.sets.add_identity(identity, labels)
+        self._records.append(IdentityRecord(identity, tuple(sorted(labels))))
+
     def _settle(self, now: float) -> None:
         """After every event: go on as far as the kernel's answers allow, then ask it for more."""
         self.reconciler.settle()
@@ -170,7 +250,10 @@ class Engine:
             if over:
                 self.proxy.barriers_over(over, now)
             if self.proxy.is_started:
+                numbers = self._numbers()
                 outcome = self.groups.step(now)
+                if self._numbers() != numbers:
+                    self._records.append(self._numbers())
                 self._take_outcome(outcome, now)
             self.reconciler.settle()
             if not self.reconciler.barriers.over and not (self.proxy.is_started and self.groups.can_step):
@@ -224,7 +307,7 @@ class Engine:
                 last = lifetime.lives_until + self.settings.keep_past_lifetime_s
                 kept_until = max(kept_until, min(event.at + self.settings.keep_while_flow_seen_s, last))
             if kept_until > now:
-                self.dns_cache.keep(pair, kept_until)
+                self.names.keep(pair, kept_until)
             else:
                 self.names.forget(pair)
 
@@ -249,6 +332,7 @@ class Engine:
         candidates, self._pass = self._pass.candidates, None
         for identity in self.identities.retire(candidates, event.identities):
             self.sets.remove_identity(identity)
+            self._records.append(IdentityGone(identity))
 
     # --- sources of labels -------------------------------------------------------------------------------------------------
 
@@ -263,6 +347,8 @@ class Engine:
             self._effects.append(
                 Fact("endpoint", now, {"endpoint": event.endpoint, "interface": event.interface, "error": error})
             )
+        else:
+            self._records.append(EndpointRecord(event.endpoint, event.interface, event.ifindex))
 
     def _endpoint_removed(self, event: EndpointRemoved) -> None:
         self.proxy.endpoint_gone(event.endpoint)

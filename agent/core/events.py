@@ -10,8 +10,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from agent.core.records import Record
 from agent.core.rules import Policy
-from agent.core.types import Address, Orientation, Write
+from agent.core.types import Address, Key, Orientation, Table, Value, Write
 
 # --- events ----------------------------------------------------------------------------------------------------------
 
@@ -89,6 +90,14 @@ class PoliciesChanged:
     ticket: Hashable = None
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What the process before left: its records, in order, and the rows in the kernel. Comes first or not at all."""
+
+    records: tuple[Record, ...]
+    rows: Mapping[Table, Mapping[Key, Value]]
+
+
 class LastSeen(NamedTuple):
     """When a packet of a flow of this address was last seen in this scope; None: never."""
 
@@ -124,6 +133,7 @@ Event = (
     | EndpointRemoved
     | HostAddresses
     | PoliciesChanged
+    | Restored
     | LastSeen
     | FlowsSeen
     | SourceReported
@@ -159,6 +169,12 @@ class Forget(NamedTuple):
     """The transaction is closed: what still comes for it is late."""
 
     transaction: int
+
+
+class Save(NamedTuple):
+    """Append to the journal, before whatever effect comes next."""
+
+    records: tuple[Record, ...]
 
 
 class WriteRows(NamedTuple):
@@ -210,4 +226,4 @@ class Fact:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-Effect = SendReply | AskUpstream | Forget | WriteRows | Attach | Detach | ReadLastSeen | PassOverFlows | Settled | Fact
+Effect = SendReply | AskUpstream | Forget | Save | WriteRows | Attach | Detach | ReadLastSeen | PassOverFlows | Settled | Fact

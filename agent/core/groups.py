@@ -74,6 +74,8 @@ class _Plan:
     groups: dict[int, Group] = field(default_factory=dict)  # endpoint -> its group after the flip, with its set after the flip
     scopes: dict[int, int] = field(default_factory=dict)
     new_sets: list[int] = field(default_factory=list)
+    prefixes_of: list[CompiledPolicy] = field(default_factory=list)  # with new_sets and fqdns: what to take back if it fails
+    fqdns: list[Fqdn] = field(default_factory=list)
     barrier: Barrier = field(default_factory=lambda: Barrier(must_be_present=False))
     is_flipping: bool = False
 
@@ -108,7 +110,9 @@ class Groups:
         self._ipcache = ipcache
         self._cookies = cookies
         self._known_bad = known_bad
-        self._next_group = 1
+        self.next_group = 1
+        self.has_inherited = False  # rows of the process before are in the kernel, and nothing of ours is in force yet
+        self.let_inherited_go_at: float | None = None
         self._prefix_users: dict[Prefix, int] = {}
         self._requested: tuple[Policy, ...] | None = None
         self._tickets: list[Hashable] = []
@@ -234,14 +238,17 @@ class Groups:
                 self._assign(plan, kept, numbers)
             else:
                 to_build.append((compiled, numbers))
+        if KnownBad.EDIT_IN_PLACE not in self._known_bad:
+            self._register(plan, [compiled for compiled, _ in to_build])
         for compiled, numbers in to_build:
             group = self._group_to_flip(unclaimed, numbers, compiled)
-            if group is not None and KnownBad.EDIT_IN_PLACE in self._known_bad:
+            if KnownBad.EDIT_IN_PLACE in self._known_bad:
                 policy_set = self._edit_set_in_place(group, compiled)
             else:
-                policy_set = self._build_set(plan, compiled)
+                policy_set = self._sets.create(compiled).number
+                plan.new_sets.append(policy_set)
             if group is None:
-                number, self._next_group = self._next_group, self._next_group + 1
+                number, self.next_group = self.next_group, self.next_group + 1
                 self._reconciler.groups.want(number, _group_value(policy_set, compiled))
             else:
                 number = group.number
@@ -271,32 +278,22 @@ class Groups:
             rows += [table.reference(key) for key in static]
         plan.barrier = self._reconciler.barriers.take(rows)
 
-    def _build_set(self, plan: _Plan, compiled: CompiledPolicy) -> int:
-        """Register what the policy names, then its rows. Whatever fails, `plan.new_sets` says what to take back."""
-        for index, peer in enumerate(fqdns := _fqdns(compiled)):
-            try:
-                self._names.register(peer)
-            except NoRoom:
-                for registered in fqdns[:index]:
-                    self._names.unregister(registered)
-                raise
-        try:
-            self._add_prefixes(compiled)
-            policy_set = self._sets.create(compiled)
-        except NoRoom:
-            number = self._sets.last_number
-            if number in self._sets.by_number and self._sets.by_number[number].compiled is compiled:
-                self._sets.retire(number)
-            self._end_registrations(compiled)
-            raise
-        plan.new_sets.append(policy_set.number)
-        return policy_set.number
+    def _register(self, plan: _Plan, compiled: list[CompiledPolicy]) -> None:
+        """Everything the new sets name, before any of them is built: so each row is resolved once. Raises NoRoom."""
+        with self._ipcache.deferred():
+            for one in compiled:
+                self._add_prefixes(one)
+            plan.prefixes_of = compiled
+            fqdns = [peer for one in compiled for peer in _fqdns(one)]
+            self._names.register(*fqdns)
+            plan.fqdns = fqdns
 
-    def _edit_set_in_place(self, group: Group, compiled: CompiledPolicy) -> int:
+    def _edit_set_in_place(self, group: Group | None, compiled: CompiledPolicy) -> int:
         """The mistake that the flip prevents (known_bad.py)."""
-        for peer in _fqdns(compiled):
-            self._names.register(peer)
+        self._names.register(*_fqdns(compiled))
         self._add_prefixes(compiled)
+        if group is None:
+            return self._sets.create(compiled).number
         self._end_registrations(group.compiled)
         self._sets.edit_in_place(group.set, compiled)
         return group.set
@@ -359,6 +356,9 @@ class Groups:
             if not endpoint.is_attached:
                 endpoint.is_attached = True
                 to_attach.append(endpoint)
+        if self.has_inherited:
+            self.has_inherited = False
+            self.let_inherited_go_at = now + RETIRE_AFTER_S
         in_force = {group.set for group in self.groups.values()}
         for group in before.values():
             set_ends, group_ends = group.set not in in_force, group.number not in self.groups
@@ -374,7 +374,10 @@ class Groups:
         """Nothing in force was touched: what was prepared goes, the policies in force stay."""
         self._reconciler.barriers.cancel(plan.barrier)
         for number in plan.new_sets:
-            self._end_set(number)
+            self._sets.retire(number)
+        self._names.unregister(*plan.fqdns)
+        for compiled in plan.prefixes_of:
+            self._remove_prefixes(compiled)
         for number in {group.number for group in plan.groups.values()} - set(self.groups):
             self._reconciler.groups.drop(number)
         kept = {endpoint.scope for endpoint in self.endpoints.values()} | {scope for *_, scope in self._retiring}
@@ -392,6 +395,9 @@ class Groups:
     def _retire_due(self, now: float) -> None:
         if self._try_again_at is not None and self._try_again_at <= now:
             self._is_stale, self._try_again_at = True, None
+        if self.let_inherited_go_at is not None and self.let_inherited_go_at <= now:
+            self.let_inherited_go_at = None
+            self._let_inherited_go()
         due = [entry for entry in self._retiring if entry[0] <= now]
         if not due:
             return
@@ -405,14 +411,22 @@ class Groups:
             if scope is not None and scope not in planned and all(e.scope != scope for e in self.endpoints.values()):
                 self._names.forget_scope(scope)
 
+    def _let_inherited_go(self) -> None:
+        """The first policies of this process are in force: what only the process before wanted goes."""
+        for table in self._reconciler.tables.values():
+            if table is not self._reconciler.ipcache:
+                table.let_inherited_go()
+        self._ipcache.let_inherited_go()
+        for scope in self._names.scopes - {SCOPE_SHARED, *(endpoint.scope for endpoint in self.endpoints.values())}:
+            self._names.forget_scope(scope)
+
     def _end_set(self, number: int) -> None:
         compiled = self._sets.by_number[number].compiled
         self._sets.retire(number)
         self._end_registrations(compiled)
 
     def _end_registrations(self, compiled: CompiledPolicy) -> None:
-        for peer in _fqdns(compiled):
-            self._names.unregister(peer)
+        self._names.unregister(*_fqdns(compiled))
         self._remove_prefixes(compiled)
 
     def _add_prefixes(self, compiled: CompiledPolicy) -> None:
@@ -429,8 +443,8 @@ class Groups:
                 self._ipcache.remove(IpcacheKey(SCOPE_STATIC, prefix), RESOURCE_POLICY)
 
     def next_deadline(self) -> float | None:
-        times = [entry[0] for entry in self._retiring]
-        return min(times if self._try_again_at is None else [*times, self._try_again_at], default=None)
+        times = [*(entry[0] for entry in self._retiring), self._try_again_at, self.let_inherited_go_at]
+        return min((at for at in times if at is not None), default=None)
 
     def _scope(self, added: EndpointAdded, compiled: CompiledPolicy | None) -> int:
         own = added.isolated or (compiled is not None and compiled.asks_named_servers)

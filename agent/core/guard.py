@@ -19,7 +19,7 @@ Forms with an IPv4 address inside:
     64:ff9b:1::/48      NAT64 of a local network (RFC 8215): where the IPv4 address stands is that network's choice
     2002::/16           6to4 (RFC 3056 2)
     2001::/32           Teredo (RFC 4380 4): the server's, and inverted the client's, where packets end
-    ...:[02]00:5efe:*   ISATAP (RFC 5214 6.1), under any prefix; three names in four billion look like it by chance
+    ...:[02]00:5efe:*   ISATAP (RFC 5214 6.1), under any prefix; one address in two billion looks so by chance
 
 Not seen: IPv4 inside a NAT64 prefix of a network's own (RFC 6052 2.2), which looks like any other address. 240.0.0.0/4 is
 guarded like private space because it is used as such; so are three metadata services at addresses that are not link-local.
@@ -113,8 +113,6 @@ def _local_nat64(address: Address) -> tuple[Address, ...]:
     The octets behind the IPv4 address are zero, so most addresses have one reading. Those that have several are judged by all:
     a public address may be taken for a guarded one, never the other way; a network that meets it allows its prefix.
     """
-    if address[8]:
-        return (address[12:],)
     found = [address[12:]]
     if not any(address[11:]):
         found.append(address[6:8] + address[9:11])

@@ -38,7 +38,7 @@ class IdentityAllocator:
         self._references: dict[int, int] = {IDENTITY_HOST: 1, IDENTITY_WORLD: 1}
         self._unused: dict[int, int] = {}  # nobody refers to them: identity -> when that began, a serial number
         self._releases = 0
-        self._next = IDENTITY_LOCAL_FIRST
+        self.next_number = IDENTITY_LOCAL_FIRST
         self._is_named = is_named
         self._known_bad = known_bad
         self._reusable: list[int] = []
@@ -62,11 +62,20 @@ class IdentityAllocator:
         self._unused.pop(identity, None)
         return identity
 
+    def restore(self, identity: int, labels: LabelSet) -> None:
+        """A number of the process before keeps its meaning; nobody refers to it yet."""
+        self.labels_by_identity[identity] = labels
+        self._identity_by_labels[labels] = identity
+        self._references[identity] = 0
+        self._releases += 1
+        self._unused[identity] = self._releases
+        self.next_number = max(self.next_number, identity + 1)
+
     def _number(self) -> int:
         if KnownBad.IDENTITY_REUSED in self._known_bad and self._reusable:
             return self._reusable.pop()
-        self._next += 1
-        return self._next - 1
+        self.next_number += 1
+        return self.next_number - 1
 
     def release(self, identity: int) -> None:
         """One reference less."""

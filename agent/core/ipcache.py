@@ -7,15 +7,17 @@ row is asked for, so that the reconciler sees them missing and waits for them (I
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from agent.core.identity import IdentityAllocator, NoRoom
 from agent.core.metadata import HOST_LABELS, Metadata
 from agent.core.tables import IpcacheTable, RowReference
-from agent.core.types import SCOPE_STATIC, Address, IpcacheKey, Key, LabelSet, Prefix
+from agent.core.types import SCOPE_STATIC, Address, IpcacheKey, Key, LabelSet, Prefix, Value
 
 RESOURCE_POLICY = "policy"
 RESOURCE_HOST = "host"
+RESOURCE_INHERITED = "inherited"
 
 
 class Ipcache:
@@ -29,6 +31,20 @@ class Ipcache:
         self._identities = identities
         self._identity_added = identity_added
         self._identity_by_key: dict[IpcacheKey, int] = {}
+        self._deferred: dict[IpcacheKey, None] | None = None
+        self._inherited: list[IpcacheKey] = []
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Many changes of metadata, each row resolved once at the end. NoRoom comes then; what was attached stays attached."""
+        assert self._deferred is None, "deferring does not nest"
+        self._deferred = {}
+        try:
+            yield
+        finally:
+            keys, self._deferred = self._deferred, None
+            for key in keys:
+                self._resolve_row(key, beyond_bound=False)
 
     def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet, *, beyond_bound: bool = False) -> RowReference:
         """Attach labels to a prefix; raises NoRoom, and then nothing has changed. beyond_bound: see `IdentityAllocator`."""
@@ -51,6 +67,29 @@ class Ipcache:
             self._resolve(key, beyond_bound=True)
         return self._table.reference(key)
 
+    def adopt(self, rows: Mapping[Key, Value]) -> None:
+        """Rows of the process before keep the labels of names and networks that their identities stand for, until let go."""
+        self._table.adopt(rows)
+        with self.deferred():
+            for key, identity in rows.items():
+                assert isinstance(key, IpcacheKey)
+                assert isinstance(identity, int)
+                labels = self._identities.labels_by_identity.get(identity, frozenset())
+                kinds = ("cidr:",) if key.scope == SCOPE_STATIC else ("fqdn:",)
+                kept = frozenset(label for label in labels if label.startswith(kinds))
+                if key.scope == SCOPE_STATIC:
+                    kept &= {f"cidr:{key.prefix}"}
+                if kept:
+                    self._inherited.append(key)
+                    self.upsert(key, RESOURCE_INHERITED, kept)
+
+    def let_inherited_go(self) -> None:
+        """What somebody wants now has labels of its own by now."""
+        keys, self._inherited = self._inherited, []
+        for key in keys:
+            self.remove(key, RESOURCE_INHERITED)
+        self._table.let_inherited_go()
+
     def reference(self, key: Key) -> RowReference:
         """The row as it stands, to wait for."""
         return self._table.reference(key)
@@ -71,11 +110,14 @@ class Ipcache:
 
     def _resolve(self, key: IpcacheKey, *, beyond_bound: bool) -> None:
         """The row follows its labels; of a static prefix, so do the addresses inside, which carry the closest one's label."""
-        self._resolve_row(key, beyond_bound)
+        keys = [key]
         if key.scope == SCOPE_STATIC:
-            for other in list(self.metadata.labels_by_resource):
-                if other != key and other.prefix.is_address and key.prefix.contains(other.prefix):
-                    self._resolve_row(other, beyond_bound)
+            keys += [other for other in self.metadata.addresses_inside(key.prefix) if other != key]
+        if self._deferred is not None:
+            self._deferred.update(dict.fromkeys(keys))
+            return
+        for one in keys:
+            self._resolve_row(one, beyond_bound)
 
     def _resolve_row(self, key: IpcacheKey, beyond_bound: bool) -> None:
         labels = self.metadata.label_set(key)

@@ -1,11 +1,15 @@
 """ipcache metadata: who attached which labels to a prefix.
 
 prefix -> resource -> labels, merged by union, so that two owners of one prefix never fight: each takes back only its own. The
-key is (scope, prefix). Resources of scope 0 are `policy` (a named prefix), `host` and `endpoint:N`; of learned scopes, the
-names.
+key is (scope, prefix). Resources of scope 0 are `policy` (a named prefix), `host`, `endpoint:N` and `inherited`; of learned
+scopes, the names.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sortedcontainers import SortedList
 
 from agent.core.types import LABEL_HOST, LABEL_WORLD, SCOPE_STATIC, IpcacheKey, LabelSet, Prefix
 
@@ -19,6 +23,8 @@ class Metadata:
         # as there are different lengths, whatever the number of prefixes.
         self._lengths: dict[int, list[int]] = {4: [], 16: []}
         self._count_by_length: dict[tuple[int, int], int] = {}
+        # Rows of single addresses by (scope, family), in order: those inside a prefix are found without looking at the others.
+        self._addresses: dict[tuple[int, int], SortedList[IpcacheKey]] = {}
 
     def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet) -> bool:
         """Attach labels; says whether anything changed."""
@@ -27,6 +33,8 @@ class Metadata:
             resources = self.labels_by_resource[key] = {}
             if key.scope == SCOPE_STATIC:
                 self._count(key.prefix, 1)
+            if key.prefix.is_address:
+                self._addresses.setdefault((key.scope, len(key.prefix.address)), SortedList()).add(key)
         elif resources.get(resource) == labels:
             return False
         resources[resource] = labels
@@ -41,6 +49,8 @@ class Metadata:
             del self.labels_by_resource[key]
             if key.scope == SCOPE_STATIC:
                 self._count(key.prefix, -1)
+            if key.prefix.is_address:
+                self._addresses[key.scope, len(key.prefix.address)].remove(key)
         return True
 
     def label_set(self, key: IpcacheKey) -> LabelSet | None:
@@ -75,6 +85,15 @@ class Metadata:
                 closest |= named
                 break
         return closest if any(not label.startswith("cidr:") for label in closest) else closest | {LABEL_WORLD}
+
+    def addresses_inside(self, prefix: Prefix) -> Iterator[IpcacheKey]:
+        """Rows of single addresses, of every scope, that this prefix holds."""
+        family = len(prefix.address)
+        host_bits = family * 8 - prefix.length
+        last = (int.from_bytes(prefix.address, "big") | (1 << host_bits) - 1).to_bytes(family, "big")
+        for (scope, of), keys in self._addresses.items():
+            if of == family:
+                yield from keys.irange(IpcacheKey(scope, prefix), IpcacheKey(scope, Prefix(last, family * 8)))
 
     def _count(self, prefix: Prefix, by: int) -> None:
         family = len(prefix.address)

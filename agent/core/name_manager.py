@@ -8,13 +8,16 @@ A name no selector wants is remembered, so that a selector that comes later find
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+from sortedcontainers import SortedList
 
 from agent.core.dns_cache import DnsCache, Pair
 from agent.core.identity import IdentityAllocator, NoRoom
 from agent.core.ipcache import Ipcache
 from agent.core.names import PatternIndex
+from agent.core.records import PairGone, PairRecord, Record
 from agent.core.rules import Fqdn
 from agent.core.selectors import FqdnSelector, address_label
 from agent.core.tables import RowReference
@@ -42,41 +45,53 @@ class NameManager:
         self._ipcache = ipcache
         self._identities = identities
         self._selectors_by_name: dict[str, tuple[FqdnSelector, ...]] = {}  # of names in the cache
+        self._names_in_order: SortedList[str] = SortedList()  # the same names, reversed label by label
+        self.records: list[Record] = []  # what the journal has to learn, since somebody looked
 
     # --- selectors ---------------------------------------------------------------------------------------------------
 
-    def register(self, peer: Fqdn) -> list[RowReference]:
-        """One user more; gives back the rows of what the selector holds already. Raises NoRoom, and then nothing changed."""
-        selector = self.selectors.get(peer)
-        if selector is None:
-            selector = FqdnSelector(peer)
-            selector.identity = self._ipcache.identity_of(frozenset({selector.label, LABEL_WORLD}))
-            self.selectors[peer] = selector
-            self._index.add(peer.pattern, peer)
-            try:
-                self._match_known_names()
-            except NoRoom:
-                self._end(selector)
-                raise
-        selector.users += 1
-        return self.rows_of(selector)
+    def register(self, *peers: Fqdn) -> list[RowReference]:
+        """One user more for each; gives back the rows of what they hold already. Raises NoRoom, and then nothing changed."""
+        new: list[FqdnSelector] = []
+        try:
+            for peer in dict.fromkeys(peers):
+                if peer not in self.selectors:
+                    selector = FqdnSelector(peer)
+                    selector.identity = self._ipcache.identity_of(frozenset({selector.label, LABEL_WORLD}))
+                    self.selectors[peer] = selector
+                    self._index.add(peer.pattern, peer)
+                    new.append(selector)
+            self._match_again(self._known_names_of(new))
+        except NoRoom:
+            self._end(new)
+            raise
+        for peer in peers:
+            self.selectors[peer].users += 1
+        return [row for peer in dict.fromkeys(peers) for row in self.rows_of(self.selectors[peer])]
 
-    def unregister(self, peer: Fqdn) -> list[RowReference]:
-        """One user less; gives back the rows that change by it."""
-        selector = self.selectors[peer]
-        selector.users -= 1
-        if selector.users:
-            return []
-        rows = self.rows_of(selector)
-        self._end(selector)
+    def unregister(self, *peers: Fqdn) -> list[RowReference]:
+        """One user less for each; gives back the rows that change by it."""
+        ended: list[FqdnSelector] = []
+        for peer in peers:
+            selector = self.selectors[peer]
+            selector.users -= 1
+            if not selector.users:
+                ended.append(selector)
+        rows = [row for selector in ended for row in self.rows_of(selector)]
+        self._end(ended)
         return [self._ipcache.reference(row.key) for row in rows]
 
-    def _end(self, selector: FqdnSelector) -> None:
-        del self.selectors[selector.peer]
-        self._index.remove(selector.peer.pattern, selector.peer)
-        self._match_known_names(beyond_bound=True)
-        assert selector.identity is not None
-        self._identities.release(selector.identity)
+    def _end(self, selectors: Iterable[FqdnSelector]) -> None:
+        names: dict[str, None] = {}
+        for selector in selectors:
+            del self.selectors[selector.peer]
+            self._index.remove(selector.peer.pattern, selector.peer)
+            # Of a registration that found no room, some of its names may not be in the bags yet.
+            names.update(dict.fromkeys(self._known_names_of([selector])))
+        self._match_again(names, beyond_bound=True)
+        for selector in selectors:
+            assert selector.identity is not None
+            self._identities.release(selector.identity)
 
     def rows_of(self, selector: FqdnSelector) -> list[RowReference]:
         return [
@@ -85,10 +100,20 @@ class NameManager:
             for label in bag
         ]
 
-    def _match_known_names(self, *, beyond_bound: bool = False) -> None:
-        """The selectors changed: every known name is matched again."""
-        for name in list(self.cache.scopes_by_name):
-            before, after = self._selectors_by_name.get(name, ()), self._match(name)
+    def _known_names_of(self, selectors: Iterable[FqdnSelector]) -> Iterator[str]:
+        """Names in the cache that these may match: below the literal suffix of each, found without looking at the others."""
+        for selector in selectors:
+            if selector.is_exact:
+                if selector.peer.pattern in self._selectors_by_name:
+                    yield selector.peer.pattern
+            else:
+                start = _reversed(selector.suffix)
+                yield from map(_reversed, list(self._names_in_order.irange(start, start + _AFTER_DOT)))
+
+    def _match_again(self, names: Iterable[str], *, beyond_bound: bool = False) -> None:
+        """The selectors of these names may have changed."""
+        for name in names:
+            before, after = self._selectors_by_name[name], self._match(name)
             if before != after:
                 self._selectors_by_name[name] = after
                 for pair in self.cache.pairs_of(name):
@@ -122,9 +147,12 @@ class NameManager:
             for address, ttl in records:
                 pair = Pair(scope, name, address)
                 if self.cache.update(pair, ttl, now):
-                    self._selectors_by_name[name] = selectors
+                    self._know(name, selectors)
                     learned.added.append(pair)
                     self._relabel(pair, (), selectors)
+                record = self.cache.unsaved(pair)
+                if record is not None:
+                    self.records.append(record)
                 if selectors:
                     learned.rows.append(self._ipcache.reference(IpcacheKey(scope, Prefix.of(address))))
         except NoRoom:
@@ -133,6 +161,11 @@ class NameManager:
         while len(self.cache.addresses(scope, name)) > self.addresses_max:
             self._evict_one(scope, name, keep={address for _, _, address in learned.added})
         return learned
+
+    def _know(self, name: str, selectors: tuple[FqdnSelector, ...]) -> None:
+        if name not in self._selectors_by_name:
+            self._selectors_by_name[name] = selectors
+            self._names_in_order.add(_reversed(name))
 
     def _evict_one(self, scope: int, name: str, keep: set[Address]) -> None:
         """Over the bound of one name: the address whose lifetime ends first goes, one of the last answer only if all are."""
@@ -157,6 +190,19 @@ class NameManager:
             if selector not in before:
                 selector.add_labels(pair.scope, (label,), pair.name)
 
+    def keep(self, pair: Pair, until: float) -> None:
+        """A flow uses the address past its lifetime."""
+        self.cache.keep(pair, until)
+        record = self.cache.unsaved(pair)
+        if record is not None:
+            self.records.append(record)
+
+    def restore(self, record: PairRecord) -> None:
+        """A pair of the process before; no selector is there yet that could want it."""
+        pair = Pair(record.scope, record.name, record.address)
+        self.cache.restore(pair, record.lives_until, record.kept_until)
+        self._know(pair.name, ())
+
     def holds(self, pairs: Iterable[Pair]) -> bool:
         """Is each of these addresses still one of its name's?"""
         return all(pair.address in self.cache.addresses(pair.scope, pair.name) for pair in pairs)
@@ -170,9 +216,16 @@ class NameManager:
         """The address is no longer one of the name's."""
         selectors = self._selectors_by_name.get(pair.name, ())
         if self.cache.remove(pair):
+            self.records.append(PairGone(*pair))
             self._relabel(pair, selectors, ())
             if pair.name not in self.cache.scopes_by_name:
-                self._selectors_by_name.pop(pair.name, None)
+                del self._selectors_by_name[pair.name]
+                self._names_in_order.remove(_reversed(pair.name))
+
+    @property
+    def scopes(self) -> set[int]:
+        """Scopes in which anything is known."""
+        return {scope for scope, _ in self.cache.lifetimes}
 
     def copy_scope(self, source: int, target: int, labels: frozenset[Label], now: float) -> None:
         """An endpoint gets a scope of its own: what its selectors hold in the old one is good in the new one. Raises NoRoom."""
@@ -186,3 +239,12 @@ class NameManager:
         for name in [name for name, scopes in self.cache.scopes_by_name.items() if scope in scopes]:
             for address in list(self.cache.addresses(scope, name)):
                 self.forget(Pair(scope, name, address))
+
+
+# Between a dot and the sign after it, in order, are all names below a suffix.
+_AFTER_DOT = "/"
+
+
+def _reversed(name: str) -> str:
+    """`www.example.com.` to `.com.example.www` and back: names below one suffix stand together."""
+    return ".".join(reversed(name.split(".")))

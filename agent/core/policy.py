@@ -153,12 +153,14 @@ class Cookies:
 
     def __init__(self) -> None:
         self.rule_by_cookie: dict[int, Rule] = {}
+        self.next_number = 1
         self._cookie_by_rule: dict[Rule, int] = {}
 
     def of(self, rule: Rule) -> int:
         cookie = self._cookie_by_rule.get(rule)
         if cookie is None:
-            cookie = self._cookie_by_rule[rule] = len(self._cookie_by_rule) + 1
+            cookie = self._cookie_by_rule[rule] = self.next_number
+            self.next_number += 1
             self.rule_by_cookie[cookie] = rule
         return cookie
 

@@ -87,8 +87,8 @@ class Reconciler:
                         self.barriers.row_withdrawn(table.name, key)
                 table.withdrawn.clear()
             if table.settled:
-                for key, revision in table.settled:
-                    self.barriers.row_settled(table.name, key, revision)
+                for key, revision, is_present in table.settled:
+                    self.barriers.row_settled(table.name, key, revision, is_present=is_present)
                 table.settled.clear()
 
     def next_deadline(self) -> float | None:

@@ -48,4 +48,13 @@ class EndpointRecord(NamedTuple):
     ifindex: int
 
 
-Record = PairRecord | PairGone | IdentityRecord | IdentityGone | EndpointRecord
+class NumbersRecord(NamedTuple):
+    """The next number of each kind: one that was given is never given again while the pinned maps live."""
+
+    identity: int
+    set: int
+    group: int
+    cookie: int
+
+
+Record = NumbersRecord | PairRecord | PairGone | IdentityRecord | IdentityGone | EndpointRecord

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agent.core.names import NamePattern
+from agent.core.names import NamePattern, matches_everything
 from agent.core.rules import Fqdn
 from agent.core.types import Address, Label, Prefix
 
@@ -21,15 +21,17 @@ def address_label(address: Address) -> Label:
 class FqdnSelector:
     """One `toFQDNs` entry in use.
 
-    users: sets that name it. identity: of the addresses held by just this selector, made in advance so that the first reply
-    needs one map write.
+    suffix: the literal labels at the pattern's end. users: sets that name it. identity: of the addresses held by just this
+    selector, made in advance so that the first reply needs one map write.
     """
 
-    __slots__ = ("_excepts", "bags", "identity", "label", "peer", "users")
+    __slots__ = ("_excepts", "bags", "identity", "is_exact", "label", "peer", "suffix", "users")
 
     def __init__(self, peer: Fqdn) -> None:
         self.peer = peer
         self.label: Label = peer.label
+        self.is_exact = "*" not in peer.pattern
+        self.suffix = "" if matches_everything(peer.pattern) else NamePattern(peer.pattern).suffix
         self.users = 0
         self.identity: int | None = None
         self.bags: dict[int, dict[Label, set[str]]] = {}  # scope -> label -> names that brought it

@@ -48,19 +48,26 @@ class PolicySets:
         self._table = table
         self._selector_cache = selector_cache
         self._labels_by_identity: dict[int, LabelSet] = {}
-        self._next = 1
+        self.next_number = 1
 
     def create(self, compiled: CompiledPolicy) -> PolicySet:
-        """A set in preparation: its rows for every identity are asked for. Raises NoRoom; it has to be retired then."""
-        policy_set = PolicySet(self._next, compiled)
-        self._next += 1
+        """A set in preparation: its rows for every identity are asked for. Raises NoRoom, and then there is no such set."""
+        policy_set = PolicySet(self.next_number, compiled)
+        self.next_number += 1
         self.by_number[policy_set.number] = policy_set
         self._fill(policy_set)
-        if policy_set.rows_count > self.rows_max:
-            raise NoRoom(f"the policy needs {policy_set.rows_count} rows, one set holds {self.rows_max}")
-        if len(self._table.desired) > self.table_rows_max:
-            raise NoRoom(f"the policies need {len(self._table.desired)} rows, the policy map holds {self.table_rows_max}")
+        lack = self._lack_of_room(policy_set)
+        if lack is not None:
+            self.retire(policy_set.number)
+            raise NoRoom(lack)
         return policy_set
+
+    def _lack_of_room(self, policy_set: PolicySet) -> str | None:
+        if policy_set.rows_count > self.rows_max:
+            return f"the policy needs {policy_set.rows_count} rows, one set holds {self.rows_max}"
+        if len(self._table.desired) > self.table_rows_max:
+            return f"the policies need {len(self._table.desired)} rows, the policy map holds {self.table_rows_max}"
+        return None
 
     def _fill(self, policy_set: PolicySet) -> None:
         selected: set[int] = set()
@@ -75,10 +82,6 @@ class PolicySets:
         self.retire(number)
         self.by_number[number] = policy_set = PolicySet(number, compiled)
         self._fill(policy_set)
-
-    @property
-    def last_number(self) -> int:
-        return self._next - 1
 
     def rows(self, number: int) -> list[RowReference]:
         """The rows of a set, to wait for."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from agent.core.types import IpcacheKey, Key, PolicyKey, Table, Value, Write
@@ -65,8 +65,10 @@ class KernelTable:
         self.pending: dict[Key, int] = {}  # key -> revision of the change that is still to be made
         self.in_flight: dict[Key, tuple[Row | None, int]] = {}  # what is being written, and the change's revision
         self.failures: dict[Key, Failure] = {}
-        self.settled: list[tuple[Key, int]] = []  # acknowledged, or there already, since somebody looked
+        # Acknowledged, or so already, since somebody looked: key, revision, and whether there is a row now.
+        self.settled: list[tuple[Key, int, bool]] = []
         self.withdrawn: list[Key] = []  # dropped since somebody looked
+        self.inherited: dict[Key, None] = {}  # found in the kernel at start, and nobody has said yet whether they are wanted
         self._fresh: dict[Key, None] = {}  # pending and not waiting for a retry, oldest first
         self._retries: list[tuple[float, int, Key]] = []
         self._revisions = revisions
@@ -79,6 +81,7 @@ class KernelTable:
         if row is None or row.value != value:
             row = Row(value, self._revisions.next())
             self.desired[key] = row
+            self.inherited.pop(key, None)
             self._differs(key, row.revision)
         return RowReference(self.name, key, row.revision)
 
@@ -90,6 +93,20 @@ class KernelTable:
         self.withdrawn.append(key)
         self._differs(key, revision)
         return RowReference(self.name, key, revision)
+
+    def adopt(self, rows: Mapping[Key, Value]) -> None:
+        """Rows of the process before, as the kernel has them: judged by as they stand, until they are wanted or let go."""
+        revision = self._revisions.next()
+        for key, value in rows.items():
+            self.realized[key] = Row(value, revision)
+            self.inherited[key] = None
+            self.ended(key, None, value, 0)
+
+    def let_inherited_go(self) -> None:
+        """What nobody has wanted since the start is to be deleted."""
+        inherited, self.inherited = self.inherited, {}
+        for key in inherited:
+            self._differs(key, self._revisions.next())
 
     def reference(self, key: Key) -> RowReference:
         """The row as it stands, to wait for."""
@@ -118,7 +135,7 @@ class KernelTable:
         self._fresh[key] = None
 
     def _settle(self, key: Key, revision: int) -> None:
-        self.settled.append((key, revision))
+        self.settled.append((key, revision, key in self.realized))
         self.pending.pop(key, None)
         self._fresh.pop(key, None)
         self.failures.pop(key, None)
@@ -170,7 +187,7 @@ class KernelTable:
         else:
             # Something else is wanted by now: that is a new difference.
             if error == 0:
-                self.settled.append((write.key, revision))
+                self.settled.append((write.key, revision, row is not None))
             self._fresh[write.key] = None
 
     def _failed(self, key: Key, error: int, now: float) -> None:
@@ -249,6 +266,11 @@ class IpcacheTable(KernelTable):
         super().__init__(Table.IPCACHE, revisions)
         self._rows_by_identity: dict[int, int] = {}
         self.unnamed: dict[int, None] = {}  # identities that lost their last row since somebody looked
+
+    def adopt(self, rows: Mapping[Key, Value]) -> None:
+        for identity in rows.values():
+            self._count(identity, 1)
+        super().adopt(rows)
 
     def names(self, identity: int) -> bool:
         return identity in self._rows_by_identity

@@ -107,7 +107,9 @@ class Prefix(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Prefix:
-        """CIDR or bare address to prefix, host bits masked away; raises ValueError."""
+        """CIDR or bare address to prefix, host bits masked away; raises ValueError, also for an address with a zone."""
+        if "%" in text:
+            raise ValueError(f"{text!r} has a zone, which a network has not")
         network = ipaddress.ip_network(text, strict=False)
         address, length = network.network_address.packed, network.prefixlen
         if len(address) == 16 and length >= 96 and address.startswith(_V4_MAPPED):

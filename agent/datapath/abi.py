@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Iterator
 from typing import Final, NamedTuple, cast
 
 from agent.core.types import (
@@ -105,6 +106,7 @@ class Layout:
         self.unpack = self._struct.unpack
         self.pack_into = self._struct.pack_into
         self.unpack_from = self._struct.unpack_from
+        self.iter_unpack = self._struct.iter_unpack
 
     def offsets(self) -> dict[str, int]:
         found, offset = {}, 0
@@ -205,10 +207,14 @@ MAPS: Final = {
     "settings": (U32, U32),
     "dns_sockets": (U32, U64),
 }
+# What outlives a load of the program. The one map that is missing, `scratch`, is the program's desk and made with it.
+KEPT_MAPS: Final = (*MAPS, "events")
 
 _POLICY_PREFIX_FIXED: Final = 72
 _IPCACHE_PREFIX_FIXED: Final = 32
 _V4_MAPPED: Final = bytes(10) + b"\xff\xff"
+_DIRECTIONS: Final = {int(direction): direction for direction in Direction}
+_VERDICTS: Final = {int(verdict): verdict for verdict in Verdict}
 
 
 def mapped(address: Address) -> bytes:
@@ -270,27 +276,34 @@ def pack_value(write: Write) -> bytes:
             return U32.pack(write.value)
 
 
-def unpack_row(name: str, key: bytes, value: bytes) -> tuple[Key, Value]:
-    """A row of the map `name` as the core writes it."""
+def unpack_rows(name: str, keys: bytes, values: bytes) -> Iterator[tuple[Key, Value]]:
+    """Rows of the map `name` as the core writes them: so many keys, and as many values.
+
+    In one go, because a start reads all there are. A named tuple is made of a tuple: its own constructor takes twice as long.
+    """
     match name:
         case "policy":
-            bits, number, identity, direction, protocol, port = POLICY_KEY.unpack(key)
-            verdict, _, _, cookie = POLICY_VALUE.unpack(value)
-            port_bits = max(0, bits - _POLICY_PREFIX_FIXED - 8)
-            row = PolicyKey(number, identity, Direction(direction), protocol, int.from_bytes(port, "big"), port_bits)
-            return row, PolicyValue(Verdict(verdict), cookie)
+            policy_key, policy_value = PolicyKey._make, PolicyValue._make
+            rows = zip(POLICY_KEY.iter_unpack(keys), POLICY_VALUE.iter_unpack(values), strict=True)
+            for (bits, number, identity, direction, protocol, port), (verdict, _, _, cookie) in rows:
+                port_bits = bits - _POLICY_PREFIX_FIXED - 8 if protocol else 0
+                key = (number, identity, _DIRECTIONS[direction], protocol, port[0] << 8 | port[1], port_bits)
+                yield policy_key(key), policy_value((_VERDICTS[verdict], cookie))
         case "ipcache4" | "ipcache6":
+            ipcache_key, prefix = IpcacheKey._make, Prefix._make
             layout = IPCACHE4_KEY if name == "ipcache4" else IPCACHE6_KEY
-            bits, scope, address = layout.unpack(key)
-            return IpcacheKey(scope, Prefix(address, bits - _IPCACHE_PREFIX_FIXED)), int(U32.unpack(value)[0])
+            for (bits, scope, address), (identity,) in zip(layout.iter_unpack(keys), U32.iter_unpack(values), strict=True):
+                yield ipcache_key((scope, prefix((address, bits - _IPCACHE_PREFIX_FIXED)))), identity
         case "own_addresses":
-            endpoint, address = OWN_ADDRESS_KEY.unpack(key)
-            return OwnAddressKey(endpoint, unmapped(address)), True
+            for endpoint, address in OWN_ADDRESS_KEY.iter_unpack(keys):
+                yield OwnAddressKey(endpoint, unmapped(address)), True
         case "groups":
-            number, egress, ingress, audit, _ = GROUP_VALUE.unpack(value)
-            return int(U32.unpack(key)[0]), GroupValue(number, egress, ingress, audit)
+            for (group,), value in zip(U32.iter_unpack(keys), GROUP_VALUE.iter_unpack(values), strict=True):
+                number, egress, ingress, audit, _ = value
+                yield group, GroupValue(number, egress, ingress, audit)
         case "endpoints":
-            endpoint, group, scope, orientation, _ = ENDPOINT_VALUE.unpack(value)
-            return int(U32.unpack(key)[0]), EndpointValue(endpoint, group, scope, Orientation(orientation))
+            for (ifindex,), value in zip(U32.iter_unpack(keys), ENDPOINT_VALUE.iter_unpack(values), strict=True):
+                endpoint, group, scope, orientation, _ = value
+                yield ifindex, EndpointValue(endpoint, group, scope, Orientation(orientation))
         case _:
             raise ValueError(f"the core writes no table {name}")

@@ -74,17 +74,16 @@ def hooks(interface: str, ifindex: int, orientation: Orientation) -> dict[str, H
     }
 
 
-def attach(hook: Hook, program: int, directory: Path) -> None:
-    """Puts the program on the hook, or in place of the one before it; raises DatapathError."""
+def attach(hook: Hook, program: int, directory: Path) -> bool:
+    """Puts the program on the hook, or in place of the one before it; raises DatapathError. Was there none of ours before?"""
     pin = directory / "links" / hook.pin_name
     try:
         if _update_pinned(hook, program, pin):
-            return
+            return False
         link = syscall.tcx_attach(program, hook.ifindex, hook.attach_type)
     except OSError as problem:
         if problem.errno in _NO_TCX:
-            _replace_filter(hook, program, directory)
-            return
+            return _replace_filter(hook, program, directory)
         raise refused(f"put the program on the {hook}", problem) from None
     try:
         pin.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +92,7 @@ def attach(hook: Hook, program: int, directory: Path) -> None:
         raise refused(f"pin the link of the {hook} at {pin}", problem) from None
     finally:
         os.close(link)  # pinned it lives on; not pinned it must not
+    return True
 
 
 def _update_pinned(hook: Hook, program: int, pin: Path) -> bool:
@@ -191,7 +191,7 @@ def _parent(hook: Hook) -> int:
     return _PARENT_INGRESS if hook.is_ingress else _PARENT_EGRESS
 
 
-def _replace_filter(hook: Hook, program: int, directory: Path) -> None:
+def _replace_filter(hook: Hook, program: int, directory: Path) -> bool:
     from pyroute2.netlink.exceptions import NetlinkError
 
     pin = directory / "filters" / hook.pin_name
@@ -218,12 +218,14 @@ def _replace_filter(hook: Hook, program: int, directory: Path) -> None:
     try:
         _netlink(replace)
         pin.parent.mkdir(parents=True, exist_ok=True)
-        if not pin.exists():
+        is_new = not pin.exists()
+        if is_new:
             syscall.pin(program, str(pin))
     except NetlinkError as problem:
         raise DatapathError(problem.code, f"cannot put the program on the {hook}: {problem}") from None
     except OSError as problem:
         raise refused(f"pin the program of the {hook} at {pin}", problem) from None
+    return is_new
 
 
 def _delete_filter(netlink: IPRoute, hook: Hook) -> None:

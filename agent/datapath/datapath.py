@@ -2,12 +2,13 @@
 
 What is pinned outlives the process, and the kernel goes on enforcing with it:
 
-    DIRECTORY/maps/NAME                    the tables, for whoever wants to look (bpftool map dump pinned …)
+    DIRECTORY/maps/LAYOUT/NAME             the tables, for whoever wants to look (bpftool map dump pinned …)
     DIRECTORY/links/INTERFACE-ingress      a program on a hook
 
-A start makes its own maps, fills them and then swaps its programs in, hook by hook; until then the programs of the process
-before go on judging by theirs. Nothing old is touched before the first hook is taken over: a start that fails leaves all as
-it was.
+A start takes over the tables of the process before where it is asked to and they fit: its programs judge by the same rows and
+flows, and a write is in force at once, by the programs of before too. Else it makes its own, fills them, and they count from
+the first hook on. In both cases the programs are swapped in hook by hook, and nothing old is touched before the first: a start
+that fails leaves all as it was.
 
 open() and cleanup() speak netlink synchronously: call them while no event loop runs. The rest may be called in one.
 """
@@ -20,20 +21,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from agent.core.events import Attach, Detach
 from agent.core.types import Address, Key, Orientation, Table, Value, Write
-from agent.datapath import abi, attach, loader, syscall
+from agent.datapath import abi, attach, loader, pins, syscall
 from agent.datapath import device as interception
 from agent.datapath.abi import Loss
 from agent.datapath.attach import Hook, HookState
-from agent.datapath.errors import DatapathError, refused
+from agent.datapath.errors import DatapathError
 from agent.datapath.events import DropEvent, EventRing
 from agent.datapath.maps import Counter, Fill, Flow, KernelTables
-
-_MAPS: Final = "maps"
-_MAPS_NEW: Final = "maps-new"
+from agent.datapath.pins import UnfitError
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,43 +91,69 @@ class Settings:
 class Datapath:
     """Made by open(). After close() the kernel goes on with what it has."""
 
-    def __init__(self, settings: Settings, loaded: loader.Loaded, gate: Hook) -> None:
+    def __init__(self, settings: Settings, loaded: loader.Loaded, gate: Hook, why_not: str) -> None:
         self.settings = settings
+        self.is_taken_over = not why_not
+        self.why_not = why_not  # why the tables are new: a clause for the log, else empty
         self.tables = KernelTables(loaded.fds_by_map)
         self._loaded = loaded
         self._gate = gate
         self._events = EventRing(loaded.fds_by_map["events"])
         self._attached: set[str] = set()
-        self._is_published = False
+        self._is_published = self.is_taken_over
 
     @classmethod
-    def open(cls, settings: Settings) -> Datapath:
-        """Loads the program and provides the interception device; raises DatapathError, and then leaves nothing behind."""
-        if os.geteuid() != 0:
-            raise DatapathError(errno.EPERM, "the agent needs root: run it with sudo")
-        _require_bpffs(settings.pin_directory)
-        code = loader.bytecode(settings.defines(), settings.cache)
+    def open(cls, settings: Settings, *, take_over: bool = False) -> Datapath:
+        """Loads the program and provides the interception device; raises DatapathError, and then leaves nothing behind.
+
+        take_over: with the tables of the process before, if they fit. Only for who knows what is in them: a row that nobody
+        can explain stays open for ever. It may be asked beforehand (pinned_map_id), or found out and closed again.
+        """
+        code = _bytecode(settings)
+        directory = settings.pin_directory
+        found: dict[str, int] = {}
+        why_not = "those of before are not wanted"
+        if take_over:
+            try:
+                found, why_not = pins.take(directory, code), ""
+            except UnfitError as reason:
+                why_not = str(reason)
         with contextlib.ExitStack() as undo:
-            loaded = loader.load(code)
+            loaded = loader.load(code, found)
             undo.callback(loaded.close)
-            _pin_maps(loaded.fds_by_map, settings.pin_directory / _MAPS_NEW, undo)
+            if found:
+                pins.remove_new(directory)
+            else:
+                pins.pin_new(directory, code.layout, loaded.fds_by_map)
+                undo.callback(pins.remove_new, directory)
             had_device = _has_interface(settings.device)
             if not had_device:
                 undo.callback(interception.remove, settings.interception_device)
             ifindex = interception.provide(settings.interception_device)
-            datapath = cls(settings, loaded, Hook(settings.device, ifindex, is_ingress=True))
-            datapath.tables.set_setting(abi.SETTING_GATE_IFINDEX, ifindex)
+            datapath = cls(settings, loaded, Hook(settings.device, ifindex, is_ingress=True), why_not)
             undo.pop_all()
         return datapath
 
     def close(self) -> None:
         """Lets go of everything and changes nothing: pinned programs go on judging by their tables."""
         if not self._is_published:
-            _remove_pins(self.settings.pin_directory / _MAPS_NEW)
+            pins.remove_new(self.settings.pin_directory)
         self._events.close()
         self._loaded.close()
 
     # --- rows --------------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_map_id(self) -> int:
+        """The kernel's number of the policy map, by which a journal knows the tables it explains.
+
+        The kernel counts up, and begins again only after two thousand million maps.
+        """
+        return syscall.map_info(self._loaded.fds_by_map["policy"]).id
+
+    def rows(self) -> dict[Table, dict[Key, Value]]:
+        """Every row of the tables that the core fills, as it wrote them. Takes its time: 1.5 us a row."""
+        return {table: dict(self.tables.dump(table)) for table in Table}
 
     def apply(self, writes: Sequence[Write]) -> list[int]:
         """Performs the writes in order; one errno for each, 0 when the kernel has it."""
@@ -150,12 +174,13 @@ class Datapath:
         their replies.
         """
         hooks = attach.hooks(effect.interface, effect.ifindex, effect.orientation)
+        new: list[Hook] = []
         try:
             for program in ("from_endpoint", "to_endpoint"):
-                attach.attach(hooks[program], self._loaded.fds_by_program[program], self.settings.pin_directory)
+                is_new = attach.attach(hooks[program], self._loaded.fds_by_program[program], self.settings.pin_directory)
+                new += [hooks[program]] if is_new else []
         except DatapathError:
-            if effect.interface not in self._attached:
-                self._detach(hooks.values())
+            self._detach(new)  # not where a program was before: an interface that was judged goes on being judged
             raise
         self._attached.add(effect.interface)
         self._publish()
@@ -194,7 +219,8 @@ class Datapath:
         """Where redirected packets go: key (IPv6 ? 2 : 0) | (TCP ? 1 : 0) → a bound UDP or listening TCP socket, transparent.
 
         Then the gate is put on the interception device: it hands over to these sockets and no others. A key that is left out
-        has no socket, and its packets are dropped and counted.
+        has no socket, and its packets are dropped and counted. Only then is the device named to the programs: without the gate
+        on it, what is redirected there would be the host's own port 53.
         """
         for key in range(4):
             if key in fds_by_key:
@@ -202,6 +228,7 @@ class Datapath:
             else:
                 self.tables.drop_dns_socket(key)
         attach.attach(self._gate, self._loaded.fds_by_program["gate"], self.settings.pin_directory)
+        self.tables.set_setting(abi.SETTING_GATE_IFINDEX, self._gate.ifindex)
 
     # --- what the kernel saw -----------------------------------------------------------------------------------------
 
@@ -234,13 +261,22 @@ class Datapath:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """The maps that count from now on are found under the known name."""
-        if self._is_published:
-            return
-        directory = self.settings.pin_directory
-        _remove_pins(directory / _MAPS)
-        (directory / _MAPS_NEW).rename(directory / _MAPS)
-        self._is_published = True
+        if not self._is_published:
+            pins.publish_new(self.settings.pin_directory)
+            self._is_published = True
+
+
+def pinned_map_id(settings: Settings) -> int | None:
+    """The policy_map_id of the tables that open() would take over; None where it would make new ones. Raises DatapathError."""
+    try:
+        fds = pins.take(settings.pin_directory, _bytecode(settings))
+    except UnfitError:
+        return None
+    try:
+        return syscall.map_info(fds["policy"]).id
+    finally:
+        for fd in fds.values():
+            os.close(fd)
 
 
 def cleanup(settings: Settings) -> list[str]:
@@ -252,11 +288,16 @@ def cleanup(settings: Settings) -> list[str]:
     found = list(attach.attached(directory))
     for hook in found:
         attach.detach(hook, directory)
-    for name in (_MAPS, _MAPS_NEW, "links", "filters"):
-        _remove_pins(directory / name)
-    _remove_if_empty(directory)
+    pins.remove_all(directory)
     interception.remove(settings.interception_device)
     return sorted({hook.interface for hook in found if hook.interface != settings.device})
+
+
+def _bytecode(settings: Settings) -> loader.Bytecode:
+    if os.geteuid() != 0:
+        raise DatapathError(errno.EPERM, "the agent needs root: run it with sudo")
+    _require_bpffs(settings.pin_directory)
+    return loader.bytecode(settings.defines(), settings.cache)
 
 
 def _require_bpffs(directory: Path) -> None:
@@ -270,32 +311,6 @@ def _require_bpffs(directory: Path) -> None:
     root = Path("/sys/fs/bpf")
     where = root if root in directory.parents else directory.parent
     raise DatapathError(errno.ENOENT, f"{directory} is on no bpf file system: mount -t bpf bpf {where}")
-
-
-def _pin_maps(fds_by_map: Mapping[str, int], directory: Path, undo: contextlib.ExitStack) -> None:
-    """Under a name of their own, until they count. What a start before left there is of no use to anybody."""
-    _remove_pins(directory)
-    undo.callback(_remove_if_empty, directory.parent)
-    undo.callback(_remove_pins, directory)
-    try:
-        directory.mkdir(parents=True, mode=0o700)
-        for name, fd in fds_by_map.items():
-            syscall.pin(fd, str(directory / name))
-    except OSError as problem:
-        raise refused(f"pin the maps in {directory}", problem) from None
-
-
-def _remove_pins(directory: Path) -> None:
-    if not directory.is_dir():
-        return
-    for pin in directory.iterdir():
-        pin.unlink()
-    directory.rmdir()
-
-
-def _remove_if_empty(directory: Path) -> None:
-    with contextlib.suppress(OSError):
-        directory.rmdir()
 
 
 def _has_interface(name: str) -> bool:

@@ -45,6 +45,8 @@ _COMPILE_S_MAX: Final = 120.0  # two to four seconds on an idle machine
 _LOAD_IMMEDIATE: Final = 0x18
 _SOURCE_MAP_FD: Final = 1
 
+_COMMENT: Final = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+
 
 class MapShape(NamedTuple):
     type: int
@@ -63,8 +65,11 @@ class Code(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bytecode:
+    """layout: digest of the maps' declarations; equal ones mean that a row of one is a row of the other."""
+
     shapes_by_map: Mapping[str, MapShape]
     code_by_program: Mapping[str, Code]
+    layout: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +107,34 @@ def bytecode(defines: Mapping[str, int], cache: Path | None = None) -> Bytecode:
     if text is None:
         text = _compile(directory, defines, cache)
         _write(file, text)
-    return _from_json(text)
+    return _from_json(text, layout(directory))
 
 
-def load(code: Bytecode) -> Loaded:
-    """Makes the maps and loads the programs; raises DatapathError, and then leaves nothing open."""
+def layout(directory: Path) -> str:
+    """Digest of all that decides what a row is. What the kernel cannot compare is in it: names, places, numbers of members.
+
+    Not in it: comments. So whoever gives a field another meaning gives it another name.
+    """
+    text = " ".join((directory / name).read_text(encoding="ascii") for name in ("abi.h", "maps.h"))
+    return hashlib.sha256(" ".join(_COMMENT.sub(" ", text).split()).encode()).hexdigest()[:12]
+
+
+def load(code: Bytecode, taken_over: Mapping[str, int] | None = None) -> Loaded:
+    """Makes the maps and loads the programs; raises DatapathError, and then leaves nothing open.
+
+    taken_over: maps that there are already, and fit. Their descriptors belong to Loaded, and are closed on failure too.
+    """
     with contextlib.ExitStack() as opened:
 
         def keep(fd: int) -> int:
             opened.callback(os.close, fd)
             return fd
 
-        maps, programs = {}, {}
+        maps = {name: keep(fd) for name, fd in (taken_over or {}).items()}
+        programs = {}
         for name, shape in code.shapes_by_map.items():
+            if name in maps:
+                continue
             key, value = abi.MAPS.get(name, (None, None))
             if key and value and (shape.key_size, shape.value_size) != (key.size, value.size):
                 raise AssertionError(
@@ -181,7 +201,7 @@ def _write(file: Path, text: str) -> None:
         Path(new.name).replace(file)
 
 
-def _from_json(text: str) -> Bytecode:
+def _from_json(text: str, layout: str) -> Bytecode:
     document: dict[str, Any] = json.loads(text)
     return Bytecode(
         {name: MapShape(*shape) for name, shape in document["maps"].items()},
@@ -189,6 +209,7 @@ def _from_json(text: str) -> Bytecode:
             name: Code(base64.b64decode(code["instructions"]), tuple((index, of) for index, of in code["maps"]))
             for name, code in document["programs"].items()
         },
+        layout,
     )
 
 

@@ -20,6 +20,7 @@ from agent.datapath import abi, syscall
 from agent.datapath.abi import FlowState, Layout, Loss, Reason
 from agent.datapath.errors import refused
 from agent.datapath.model import life_of
+from agent.datapath.syscall import Batch
 
 _NS: Final = 1_000_000_000
 _CLOSED_BY_BOTH: Final = (1 << Direction.EGRESS) | (1 << Direction.INGRESS)
@@ -100,7 +101,14 @@ class _Rows:
         return 0 if result == errno.ENOENT else result
 
     def dump(self, value_size: int) -> Iterator[tuple[bytes, bytes]]:
-        """All rows, in batches where the kernel has them for this kind of map."""
+        """All rows, one by one."""
+        for batch in self.batches(value_size):
+            for i in range(batch.length):
+                key = batch.keys[i * self.key_size : (i + 1) * self.key_size]
+                yield key, batch.values[i * value_size : (i + 1) * value_size]
+
+    def batches(self, value_size: int) -> Iterator[Batch]:
+        """All rows; many at once where the kernel can do that for this kind of map."""
         position: bytes | None = None
         limit = _BATCH
         while True:
@@ -111,22 +119,20 @@ class _Rows:
                     limit *= 2  # one bucket of the hash holds more than that
                     continue
                 if position is None and problem.errno in _NO_BATCH:
-                    yield from self._dump_one_by_one(value_size)
+                    yield from self._one_by_one(value_size)
                     return
                 raise refused(f"read the map {self.name}", problem) from None
-            for i in range(batch.length):
-                key = batch.keys[i * self.key_size : (i + 1) * self.key_size]
-                yield key, batch.values[i * value_size : (i + 1) * value_size]
+            yield batch
             if batch.position is None:
                 return
             position = batch.position
 
-    def _dump_one_by_one(self, value_size: int) -> Iterator[tuple[bytes, bytes]]:
+    def _one_by_one(self, value_size: int) -> Iterator[Batch]:
         key = syscall.map_next_key(self.fd, None, self.key_size)
         while key is not None:
             value = syscall.map_lookup(self.fd, key, value_size)
             if value is not None:
-                yield key, value
+                yield Batch(key, value, 1, None)
             key = syscall.map_next_key(self.fd, key, self.key_size)
 
 
@@ -150,12 +156,14 @@ class KernelTables:
 
     def dump(self, table: Table) -> Iterator[tuple[Key, Value]]:
         for name in _MAPS_OF[table]:
-            for key, value in self._rows(name):
-                yield abi.unpack_row(name, key, value)
+            rows = self._rows_by_map[name]
+            for batch in rows.batches(rows.value.size):
+                yield from abi.unpack_rows(name, batch.keys, batch.values)
 
     def fill(self, table: Table) -> Fill:
         """Of `ipcache`, the fuller of its two maps: that one is full first."""
-        fills = [Fill(sum(1 for _ in self._rows(name)), self._rows_by_map[name].max_entries) for name in _MAPS_OF[table]]
+        rows_of = [self._rows_by_map[name] for name in _MAPS_OF[table]]
+        fills = [Fill(sum(batch.length for batch in rows.batches(rows.value.size)), rows.max_entries) for rows in rows_of]
         return max(fills, key=lambda fill: fill.used / fill.max)
 
     # --- what the program writes -------------------------------------------------------------------------------------

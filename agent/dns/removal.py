@@ -235,7 +235,9 @@ def _answers(record: _Record) -> bool:
 
 def _signs_the_message(message: bytes, record: _Record) -> bool:
     """TSIG (RFC 8945), or SIG(0): a SIG that covers no type (RFC 2931 3)."""
-    return record.rtype == TYPE_TSIG or (record.rtype == TYPE_SIG and message[record.data : record.data + 2] == b"\x00\x00")
+    if record.rtype == TYPE_SIG:
+        return message[record.data : record.end].startswith(b"\x00\x00")
+    return record.rtype == TYPE_TSIG
 
 
 class _Rewriting:
@@ -265,8 +267,6 @@ class _Rewriting:
                 self._put_record(record, error)
             else:
                 self._put_record(record)
-            if len(self._out) > MESSAGE_OCTETS_MAX:
-                return None
         if has_edns and not has_opt:
             counts[ADDITIONAL] += 1
             self._out += messages.own_opt(self._question, error)

@@ -41,7 +41,7 @@ from agent.core.types import (
     packed,
 )
 from tests.property.naive import Situation, Workload, takes
-from tests.sim.world import UPSTREAM, Answered, World, subject
+from tests.sim.world import UPSTREAM, Answered, World, allow, subject
 
 NAMES = ("a.example.", "b.example.", "x.a.example.", "c.test.")
 PATTERNS = (*NAMES, "*.example.", "**.example.", "*")
@@ -386,11 +386,12 @@ class Histories(RuleBasedStateMachine):
 
     known_bad: frozenset[KnownBad] = frozenset()
 
-    @initialize(policies=st.lists(POLICIES, max_size=2), identities_max=st.sampled_from((12, 16_384)))
+    @initialize(policies=st.lists(st.just(allow("*.example.")) | POLICIES, max_size=2), identities_max=st.sampled_from((12, 16_384)))
     def start(self, policies: list[Policy], identities_max: int) -> None:
         self.sim = Simulation(self.known_bad, identities_max)
         self.world = self.sim.world
         self.endpoints_used = {1, 2}
+        self.last_reply: tuple[int, str, set[Address]] | None = None
         self.world.start(*policies, endpoints={number: ENDPOINTS[number] for number in (1, 2)})
         self.sim.judge()
         self.kernel_catches_up()
@@ -404,16 +405,24 @@ class Histories(RuleBasedStateMachine):
             self.sim.questions[asker] = (endpoint, name, self.world.now)
             self.sim.judge()
 
-    @rule(
-        endpoint=st.sampled_from((1, 1, 2, 3)),
-        name=st.sampled_from(NAMES[:3]),
-        addresses=st.sets(V4, min_size=1, max_size=2),
-    )
-    def resolve(self, endpoint: int, name: str, addresses: set[Address]) -> None:
-        """A question answered at once, so that replies are held often."""
-        self.ask(endpoint, name, v6=False)
-        if self.sim.questions and max(self.sim.questions) not in self.sim.replied:
-            self._reply(max(self.sim.questions), addresses, ttl=8)
+    @rule(bursts=st.lists(st.tuples(st.sampled_from((1, 1, 2, 3)), st.sampled_from(NAMES[:3]), V4, V4), min_size=1, max_size=3))
+    def resolve(self, bursts: list[tuple[int, str, Address, Address]]) -> None:
+        """Questions answered at once, so that several replies are held at a time, also for one address."""
+        for endpoint, name, *addresses in bursts:
+            self.ask(endpoint, name, v6=False)
+            asker = max(self.sim.questions, default=None)
+            if asker is not None and asker not in self.sim.replied:
+                self._reply(asker, set(addresses), ttl=8)
+
+    @rule()
+    def ask_again(self) -> None:
+        """What the last reply said, asked and answered again."""
+        if self.last_reply is not None:
+            endpoint, name, addresses = self.last_reply
+            self.ask(endpoint, name, v6=False)
+            asker = max(self.sim.questions, default=None)
+            if asker is not None and asker not in self.sim.replied:
+                self._reply(asker, addresses, ttl=8)
 
     def _open(self, pick: int) -> int | None:
         """One of the questions that wait for the upstream, or a late one."""
@@ -433,6 +442,7 @@ class Histories(RuleBasedStateMachine):
         v6 = self.world.engine.proxy.transactions[number].question.qtype == 28
         texts = [Prefix.of(address) for address in sorted(addresses) if (len(address) == 16) is v6]
         self.sim.replied[asker] = self.world.now
+        self.last_reply = (*self.sim.questions[asker][:2], addresses)
         again = self.world.asked[number]
         self.world.reply(asker, *(str(prefix).partition("/")[0] for prefix in texts), ttl=ttl)
         self.sim.judge()

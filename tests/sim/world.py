@@ -33,7 +33,9 @@ from agent.core.events import (
     Query,
     ReadLastSeen,
     Reply,
+    Restored,
     RowsWritten,
+    Save,
     SendReply,
     Settled,
     SourceReported,
@@ -41,6 +43,7 @@ from agent.core.events import (
     WriteRows,
 )
 from agent.core.known_bad import KnownBad
+from agent.core.records import Record
 from agent.core.rules import Cidr, Entity, Expression, Fqdn, LabelSelector, Operator, Origin, Policy, Ports, Rule
 from agent.core.settings import Settings, Upstream
 from agent.core.types import (
@@ -186,6 +189,7 @@ class World:
     facts: list[Fact] = field(default_factory=list)
     last_seen: dict[tuple[int, Address], float] = field(default_factory=dict)
     remembered: set[int] = field(default_factory=set)
+    journal: list[Record] = field(default_factory=list)
     engine: Engine = field(init=False)
     _askers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -224,6 +228,8 @@ class World:
                         self.attached.pop(effect.endpoint, None)
                     case Fact():
                         self.facts.append(effect)
+                    case Save():
+                        self.journal += effect.records
                     case _:
                         self.asked.pop(effect.transaction, None)
 
@@ -279,6 +285,25 @@ class World:
         for number, address in (endpoints or {1: "192.0.2.11"}).items():
             self.add_endpoint(number, address)
         self.handle(PoliciesChanged(policies, "start"))
+        for source in sorted(SOURCES):
+            self.handle(SourceReported(source))
+
+    def restart(self, *policies: Policy, kept: int | None = None) -> None:
+        """The process dies where it stands and another one starts from the journal and the kernel's rows.
+
+        policies: as `start`, or those of before if none are given. kept: records of the journal that were written.
+        """
+        endpoints = [endpoint.added for endpoint in self.engine.groups.endpoints.values()]
+        before = self.engine.groups.policies
+        self.waiting_writes.clear()
+        self.waiting_looks.clear()
+        self.asked.clear()
+        self.engine = Engine(self.settings, self.now, self.known_bad)
+        rows = {table: dict(rows) for table, rows in self.kernel.rows.items()}
+        self.handle(Restored(tuple(self.journal[:kept]), rows))
+        for added in endpoints:
+            self.handle(added)
+        self.handle(PoliciesChanged(policies or before, "start"))
         for source in sorted(SOURCES):
             self.handle(SourceReported(source))
 

@@ -109,3 +109,19 @@ def test_map_references() -> None:
     code, references = loader._relocatable(bytearray(load_number + load_map + end), {9: "flows"})
     assert references == [(2, "flows")]
     assert code == load_number + load_map[:4] + bytes(12) + end
+
+
+def test_layout(tmp_path: Path) -> None:
+    """What a comment says makes no other layout; another order of fields of one size does."""
+    for name in ("abi.h", "maps.h"):
+        (tmp_path / name).write_bytes((loader.source_directory() / name).read_bytes())
+    layout = loader.layout(tmp_path)
+    assert layout == loader.layout(loader.source_directory())
+    text = (tmp_path / "abi.h").read_text(encoding="ascii")
+    (tmp_path / "abi.h").write_text(text.replace("/* Seen from", "/* As seen from\n *"), encoding="ascii")
+    assert (tmp_path / "abi.h").read_text(encoding="ascii") != text
+    assert loader.layout(tmp_path) == layout
+    (tmp_path / "abi.h").write_text(
+        text.replace("__u32 group;\n\t__u32 scope;", "__u32 scope;\n\t__u32 group;"), encoding="ascii"
+    )
+    assert loader.layout(tmp_path) != layout
