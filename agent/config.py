@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 
 from agent.core.known_bad import KnownBad
 from agent.core.settings import Upstream
-from agent.core.types import Address, Orientation, packed, text_of
+from agent.core.types import Address, Orientation, Prefix, packed, text_of
 from agent.policy.fields import Field
 from agent.policy.remarks import Caution, Mistake, Remarks
 from agent.policy.yaml_tree import Scalar, Sequence, YamlError, line_of_unprintable, read_documents
@@ -98,6 +98,9 @@ class DnsSettings:
     denied-answer: `nxdomain` (default) or `refused`.
     keep-while-flow-seen: an address past its lifetime stays open while a packet of a flow was seen in this time; default 60s.
     keep-past-lifetime: but at most so long past it; default 1h.
+    allow-addresses: networks the address guard lets through for every name, such as `[10.0.0.0/8]`; default none: an answer
+    never opens private, link-local, loopback, metadata or the host's own addresses, and the record is taken out. For one
+    policy: its annotation `namegate/allow-addresses`.
     """
 
     upstreams: tuple[Upstream, ...] = ()
@@ -107,6 +110,7 @@ class DnsSettings:
     denied_answer: DeniedAnswer = DeniedAnswer.NXDOMAIN
     keep_while_flow_seen: float = 60.0
     keep_past_lifetime: float = 3_600.0
+    allow_addresses: tuple[Prefix, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +407,15 @@ def _directory_and_pattern(policy: Path) -> tuple[Path, str]:
 
 def _dns(entry: Field | None, root: Field, resolv_conf: Path) -> DnsSettings:
     default = DnsSettings()
-    keys = ("upstreams", "ttl-floor", "ttl-cap", "denied-answer", "keep-while-flow-seen", "keep-past-lifetime")
+    keys = (
+        "upstreams",
+        "ttl-floor",
+        "ttl-cap",
+        "denied-answer",
+        "keep-while-flow-seen",
+        "keep-past-lifetime",
+        "allow-addresses",
+    )
     entries = _entries(entry, keys)
     floor = _seconds(entries.get("ttl-floor"), default.ttl_floor, 0, _WEEK)
     cap = _seconds(entries.get("ttl-cap"), default.ttl_cap, 1, _WEEK)
@@ -426,7 +438,21 @@ def _dns(entry: Field | None, root: Field, resolv_conf: Path) -> DnsSettings:
         denied_answer=_word(entries.get("denied-answer"), default.denied_answer),
         keep_while_flow_seen=_seconds(entries.get("keep-while-flow-seen"), default.keep_while_flow_seen, 0, _WEEK),
         keep_past_lifetime=_seconds(entries.get("keep-past-lifetime"), default.keep_past_lifetime, 0, _WEEK),
+        allow_addresses=_prefixes(entries.get("allow-addresses")),
     )
+
+
+def _prefixes(entry: Field | None) -> tuple[Prefix, ...]:
+    found: dict[Prefix, None] = {}
+    for item in _items(entry):
+        text = item.text()
+        if text is None:
+            continue
+        try:
+            found[Prefix.parse(text)] = None
+        except ValueError:
+            item.mistake(f"`{text}` is not a network: write 10.0.0.0/8 or fd00::/8")
+    return tuple(found)
 
 
 def _upstreams(entry: Field) -> tuple[Upstream, ...]:

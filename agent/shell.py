@@ -223,6 +223,7 @@ def _settings(config: Config) -> Settings:
         denied_rcode=Rcode.REFUSED if dns.denied_answer is DeniedAnswer.REFUSED else Rcode.NXDOMAIN,
         gate_deadline_s=config.gate.deadline,
         release_on_failure=config.gate.on_failure is OnFailure.RELEASE,
+        allow_addresses=dns.allow_addresses,
         ttl_floor_s=dns.ttl_floor,
         ttl_cap_s=dns.ttl_cap,
         keep_while_flow_seen_s=dns.keep_while_flow_seen,

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 # No clock, no randomness, no operating system; of two modules that have more, these parts.
 PURE_MODULES = frozenset({
     "__future__", "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "errno", "functools",
-    "hashlib", "heapq", "idna", "ipaddress", "itertools", "math", "operator", "re", "string", "struct", "types", "typing",
+    "hashlib", "heapq", "idna", "ipaddress", "itertools", "math", "operator", "re", "sortedcontainers", "string", "struct",
+    "types", "typing",
 })  # fmt: skip
 PURE_PARTS = {"socket": re.compile(r"inet_(ntop|pton)|AF_INET6?|IPPROTO_\w+"), "os": re.compile(r"strerror")}
 PURE_OF_AGENT = re.compile(r"agent\.core(\.\w+)*|agent\.dns\.(wire|messages|removal)\b.*|agent\.datapath\.(abi|model)\b.*")

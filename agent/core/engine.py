@@ -47,6 +47,7 @@ from agent.core.events import (
     WriteRows,
 )
 from agent.core.groups import Groups, Outcome
+from agent.core.guard import AddressGuard
 from agent.core.identity import IdentityAllocator
 from agent.core.ipcache import Ipcache
 from agent.core.known_bad import KnownBad
@@ -113,6 +114,7 @@ class Engine:
         self.groups = Groups(self.reconciler, self.sets, self.names, self.ipcache, self.cookies, known_bad)
         # Questions are judged by groups, replies teach names and wait for rows.
         self.proxy = Proxy(settings, self.groups, self.names, self.ipcache, self.reconciler, self._effects, known_bad)
+        self.names.change_guard(AddressGuard((), settings.allow_addresses), ())
         self.missing_sources = set(SOURCES)
         self._host_addresses: frozenset[Address] = frozenset()
         self._start_by = now + settings.start_patience_s
@@ -150,6 +152,8 @@ class Engine:
             self._endpoint_removed(event)
         elif isinstance(event, HostAddresses):
             self.ipcache.host_addresses(self._host_addresses, event.addresses)
+            guard = AddressGuard(event.addresses, self.settings.allow_addresses)
+            self.names.change_guard(guard, self._host_addresses ^ event.addresses)
             self._host_addresses = event.addresses
         elif isinstance(event, Restored):
             self._restore(event)

@@ -218,7 +218,7 @@ class Settled(NamedTuple):
 class Fact:
     """Something a person may want to read: structured, never needed for the work itself.
 
-    kind: question, reply, gate, policy, endpoint, row.
+    kind: question, guard, policy, endpoint.
     """
 
     kind: str

@@ -333,10 +333,8 @@ class Groups:
 
     def _flip_rows(self, plan: _Plan) -> list[RowReference]:
         rows = [self._reconciler.groups.reference(number) for number in {group.number for group in plan.groups.values()}]
-        for number in plan.groups:
-            if number in self.endpoints:
-                rows.append(self._reconciler.endpoints.reference(self.endpoints[number].added.ifindex))
-        return rows
+        ifindexes = [self.endpoints[number].added.ifindex for number in plan.groups if number in self.endpoints]
+        return rows + [self._reconciler.endpoints.reference(ifindex) for ifindex in ifindexes]
 
     def _finish(self, plan: _Plan, now: float) -> Outcome:
         self._plan = None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from sortedcontainers import SortedList
 
 from agent.core.dns_cache import DnsCache, Pair
+from agent.core.guard import AddressGuard
 from agent.core.identity import IdentityAllocator, NoRoom
 from agent.core.ipcache import Ipcache
 from agent.core.names import PatternIndex
@@ -41,6 +42,7 @@ class NameManager:
         self.selectors: dict[Fqdn, FqdnSelector] = {}
         self.names_max = names_max
         self.addresses_max = addresses_max
+        self.guard = AddressGuard()
         self._index: PatternIndex[Fqdn] = PatternIndex()
         self._ipcache = ipcache
         self._identities = identities
@@ -153,7 +155,7 @@ class NameManager:
                 record = self.cache.unsaved(pair)
                 if record is not None:
                     self.records.append(record)
-                if selectors:
+                if any(self._may_hold(selector, address) for selector in selectors):
                     learned.rows.append(self._ipcache.reference(IpcacheKey(scope, Prefix.of(address))))
         except NoRoom:
             self.take_back(learned.added)
@@ -177,6 +179,8 @@ class NameManager:
         self, pair: Pair, before: tuple[FqdnSelector, ...], after: tuple[FqdnSelector, ...], *, beyond_bound: bool = False
     ) -> None:
         key = IpcacheKey(pair.scope, Prefix.of(pair.address))
+        if after and self.guard.forbids(pair.address) is not None:
+            after = tuple(selector for selector in after if self._may_hold(selector, pair.address))
         if after:
             labels = frozenset(selector.label for selector in after)
             self._ipcache.upsert(key, pair.name, labels, beyond_bound=beyond_bound)
@@ -187,8 +191,21 @@ class NameManager:
             if selector not in after:
                 selector.remove_labels(pair.scope, (label,), pair.name)
         for selector in after:
-            if selector not in before:
+            if selector not in before or label not in selector.bags.get(pair.scope, ()):
                 selector.add_labels(pair.scope, (label,), pair.name)
+
+    def _may_hold(self, selector: FqdnSelector, address: Address) -> bool:
+        """Does the address guard let this address through for the selector's policy?"""
+        return self.guard.forbids(address, selector.peer.allowed) is None
+
+    def change_guard(self, guard: AddressGuard, changed: Iterable[Address]) -> None:
+        """The host's addresses changed: what names say of these is judged again."""
+        self.guard = guard
+        for address in changed:
+            for scope, known in [key for key in self.cache.names_by_address if key[1] == address]:
+                for name in sorted(self.cache.names_by_address[scope, known]):
+                    selectors = self._selectors_by_name[name]
+                    self._relabel(Pair(scope, name, address), selectors, selectors, beyond_bound=True)
 
     def keep(self, pair: Pair, until: float) -> None:
         """A flow uses the address past its lifetime."""

@@ -179,7 +179,7 @@ def compile_policies(
     is_dns_ruled = any(speaks_of_dns(rule) for policy in policies for rule in policy.rules)
     for policy in policies:
         for written in policy.rules:
-            rule, cookie = _with_excepts(written, policy), cookies.of(written)
+            rule, cookie = _of_policy(written, policy), cookies.of(written)
             for peer in (None,) if rule.peers is None else rule.peers:
                 for block, verdict in _blocks(rule, peer):
                     key = None if peer is Entity.ALL else peer
@@ -216,11 +216,12 @@ def compile_policies(
 _PORTS_OF_DNS = tuple(Ports(protocol, PORT_DNS, PORT_DNS) for protocol in PROTOCOLS_OF_DNS)
 
 
-def _with_excepts(rule: Rule, policy: Policy) -> Rule:
-    """A policy's excepted names are taken out of its selectors, so that they are nobody's by this policy."""
-    if not policy.except_names or rule.peers is None:
+def _of_policy(rule: Rule, policy: Policy) -> Rule:
+    """Its selectors take no name the policy excepts, and hold guarded addresses only where the policy allows them."""
+    if rule.peers is None or not (policy.except_names or policy.allow_addresses):
         return rule
-    peers = tuple(Fqdn(p.pattern, policy.except_names) if isinstance(p, Fqdn) else p for p in rule.peers)
+    own = (policy.except_names, policy.allow_addresses)
+    peers = tuple(Fqdn(p.pattern, *own) if isinstance(p, Fqdn) else p for p in rule.peers)
     return Rule(rule.direction, peers, rule.ports, rule.deny, rule.names, rule.origin)
 
 

@@ -30,6 +30,7 @@ from agent.core.tables import NO_ROOM
 from agent.core.types import PROTOCOL_UDP, Address, text_of
 from agent.dns import messages
 from agent.dns.messages import ExtendedError
+from agent.dns.removal import guarded_addresses, without_addresses
 from agent.dns.wire import TYPE_AXFR, TYPE_IXFR, Question, Rcode, Status, WireError, read_question, read_reply
 
 # A stub resolver gives up after 5 s. Answering at 4 s, whatever happened, keeps it from asking the next server in vain.
@@ -43,6 +44,7 @@ class Transaction:
     """A question from when it is taken until it is answered.
 
     tries: upstreams not asked yet. due_at: when to look at it again; an older entry in the heap means nothing.
+    received, taught: the upstream's octets and their addresses; reply, addresses: without what the address guard took out.
     pairs: what the reply teaches, in each scope. is_allowed: by policy, not by audit.
     """
 
@@ -58,6 +60,8 @@ class Transaction:
     tries: list[Upstream] = field(default_factory=list)
     upstream: Upstream | None = None
     last_reply: bytes | None = None
+    received: bytes = b""
+    taught: tuple[tuple[Address, int], ...] = ()
     reply: bytes | None = None
     barrier: Barrier | None = None
     addresses: tuple[tuple[Address, int], ...] = ()
@@ -220,8 +224,7 @@ class Proxy:
         message = reply.message
         if answer.status is Status.TRUNCATED:
             message = messages.truncated(message, question)
-        transaction.reply, transaction.replied_at = message, now
-        transaction.addresses = answer.addresses
+        transaction.received, transaction.taught, transaction.replied_at = message, answer.addresses, now
         self._hold(transaction, now)
 
     def take_failure(self, failure: UpstreamFailed, now: float) -> None:
@@ -235,8 +238,8 @@ class Proxy:
             return
         self._effects.append(Forget(transaction.number))
         if transaction.last_reply is not None:
-            transaction.reply, transaction.replied_at = transaction.last_reply, now
-            self._release(transaction, now)
+            transaction.received, transaction.replied_at = transaction.last_reply, now
+            self._hold(transaction, now)
         else:
             self._fail(transaction, ExtendedError.NETWORK_ERROR, why or "no upstream answered", now)
 
@@ -244,6 +247,8 @@ class Proxy:
 
     def _hold(self, transaction: Transaction, now: float) -> None:
         """Learn what the reply teaches and take its barrier from the rows as they stand (barrier.py)."""
+        if not self._guard(transaction, now):
+            return
         # A question let through by audit alone opens nothing.
         if not transaction.addresses or not transaction.is_allowed:
             self._release(transaction, now)
@@ -277,6 +282,27 @@ class Proxy:
             return
         self._number_by_barrier[id(transaction.barrier)] = transaction.number
         self._due(transaction, min(transaction.deadline, transaction.replied_at + self.settings.gate_deadline_s))
+
+    def _guard(self, transaction: Transaction, now: float) -> bool:
+        """Take guarded addresses out of the reply (DECISIONS 13); says whether it can go on. Under audit nothing is altered."""
+        transaction.reply, transaction.addresses = transaction.received, transaction.taught
+        compiled, question = self._compiled(transaction), transaction.question
+        if compiled.audit:
+            return True
+        wanting = [s for s in self._names.selectors_of(question.name) if s.label in compiled.fqdn_labels]
+        allowed = [prefix for selector in wanting for prefix in selector.peer.allowed]
+        kinds = guarded_addresses(transaction.received, lambda address: self._names.guard.forbids(address, allowed))
+        if not kinds:
+            return True
+        self._count("replies with guarded addresses")
+        self._fact("guard", transaction, now, addresses={text_of(address): str(kind) for address, kind in kinds.items()})
+        altered = without_addresses(transaction.received, question, kinds)
+        if altered is None:
+            self._fail(transaction, ExtendedError.BLOCKED, "a guarded address in a reply that cannot be altered", now)
+            return False
+        transaction.reply = altered
+        transaction.addresses = tuple(pair for pair in transaction.taught if pair[0] not in kinds)
+        return True
 
     def _is_wanted(self, transaction: Transaction) -> bool:
         """Does a selector of the asking endpoint want the name? Else there is nothing to wait for."""

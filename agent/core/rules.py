@@ -55,15 +55,17 @@ class Fqdn:
     """A peer by name.
 
     pattern: normalised by `names.normalise_pattern`: lower case, A-labels, final dot; without a star it is one exact name.
-    excepts: patterns whose names it does not select (of the policy's `except_names`; filled in by the core).
+    excepts: patterns whose names it does not select. allowed: prefixes the address guard lets through for it. Both are the
+    policy's (`except_names`, `allow_addresses`), filled in by the core: a selector that may hold more is another selector.
     """
 
     pattern: str
     excepts: tuple[str, ...] = ()
+    allowed: tuple[Prefix, ...] = ()
 
     @property
     def label(self) -> str:
-        return "fqdn:" + ",!".join((self.pattern, *self.excepts))
+        return "fqdn:" + ",!".join((self.pattern, *self.excepts)) + "".join(f",+{prefix}" for prefix in self.allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agent.core.types import PORT_DNS, Address
+from agent.core.types import PORT_DNS, Address, Prefix
 from agent.dns.wire import Rcode
 
 
@@ -20,13 +20,15 @@ class Upstream(NamedTuple):
 class Settings:
     """upstreams: in the order in which they are tried; none: the server that was asked is asked itself.
 
-    *_s: seconds. denied_rcode: NXDOMAIN, or REFUSED. The bounds are those of DESIGN: reaching one is counted and seen.
+    allow_addresses: what the address guard lets through for every name. *_s: seconds. denied_rcode: NXDOMAIN, or REFUSED. The
+    bounds are those of DESIGN: reaching one is counted and seen.
     """
 
     upstreams: tuple[Upstream, ...] = ()
     denied_rcode: Rcode = Rcode.NXDOMAIN
     gate_deadline_s: float = 1.0
     release_on_failure: bool = False
+    allow_addresses: tuple[Prefix, ...] = ()
     ttl_floor_s: float = 60.0
     ttl_cap_s: float = 86_400.0
     keep_while_flow_seen_s: float = 60.0

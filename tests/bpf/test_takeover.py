@@ -105,9 +105,8 @@ def _started(scene: Scene) -> int:
 
 def test_nothing_lost(scene: Scene) -> None:
     """Start after start: rows stay in force, a flow without a row of its own goes on, and not one of its packets is lost."""
+    first = _started(scene)
     with inside(scene.lab.host), echo(HOST), Stream(scene.lab) as stream:
-        stream.go_on()
-        first = _started(scene)
         links = link_ids(scene.settings)
         stream.go_on()
         for _ in range(5):
@@ -130,6 +129,26 @@ def test_nothing_lost(scene: Scene) -> None:
         assert _pins(scene) == _PINS_WHOLE
     assert stream.lost == 0
     assert stream.sent > 12 * _WINDOW
+
+
+def test_without_tcx(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel before TCX the filter is replaced in place, and loses nothing either."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "no such attach type")
+
+    monkeypatch.setattr(syscall, "tcx_attach", refuse)
+    monkeypatch.setattr(syscall, "tcx_programs", refuse)
+    _started(scene)
+    with inside(scene.lab.host), echo(HOST), Stream(scene.lab) as stream:
+        stream.go_on()
+        with scene.opened(take_over=True) as second:
+            assert second.is_taken_over
+            second.attach(scene.attach)
+            assert second.hook_state(scene.attach.ifindex, Orientation.BEHIND) is HookState.FIRST
+            stream.go_on()
+            assert _drops(second) == 0
+    assert stream.lost == 0
 
 
 def test_rows(scene: Scene) -> None:

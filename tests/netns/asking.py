@@ -44,7 +44,9 @@ def start_asking(
 ) -> subprocess.Popen[str]:
     """The question is on its way; `finish` waits for the answer."""
     namespace = (client or lab.client).namespace
-    return lab.start(namespace, "dig", f"@{server}", name, kind, "+tries=1", "+time=6", "+noauthority", "+noadditional", *options)
+    return lab.start(
+        namespace, "dig", f"@{server}", name, kind, "+tries=1", "+time=6", "+noauthority", "+noadditional", *options
+    )
 
 
 def finish(asking: subprocess.Popen[str]) -> Answer:

@@ -24,10 +24,13 @@ RECORDS = {
     "c.test.": ["A 198.51.100.13"],
     "many.test.": [f"A 198.51.100.{host}" for host in range(21, 29)],
     "evil.test.": ["A 198.51.100.66"],
+    "rebound.test.": ["A 198.51.100.15", "A 169.254.169.254", "A 10.1.2.3", "A 127.0.0.1"],
+    "host.test.": ["A 192.0.2.5"],
     "alias.test.": ["CNAME a.elsewhere.test."],
     "a.elsewhere.test.": ["A 198.51.100.14"],
 }
-POLICY = "a.test:443/tcp\nb.test:443/tcp\nmany.test:443/tcp\nalias.test:443/tcp\n"
+HEAD = "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\nmetadata: {name: p}\n"
+POLICY = "a.test:443/tcp\nb.test:443/tcp\nmany.test:443/tcp\nalias.test:443/tcp\nhost.test:443/tcp\nrebound.test:443/tcp\n"
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,25 @@ def test_what_is_learned_is_forgotten_when_its_lifetime_ends(lab: Lab, tmp_path:
         assert connect(lab, "198.51.100.11") == "connection refused"
         assert ask(lab, "a.test").status == "NOERROR"
         assert connect(lab, "198.51.100.11") == "connected"
+
+
+def test_a_name_cannot_open_the_host_or_the_metadata_service(lab: Lab, agent: RunningAgent) -> None:
+    """The records are taken out before the client sees them; what is left of the answer is good (cases 161 to 163)."""
+    answer = ask(lab, "rebound.test")
+    assert (answer.status, answer.addresses) == ("NOERROR", ("198.51.100.15",))
+    assert answer.error.startswith("15 (Blocked)")
+    assert connect(lab, "198.51.100.15") == "connected"
+    assert connect(lab, lab.client.gateways[0]) == "connection refused"
+    assert set(drops(agent, lab.client.gateways[0])) == {"policy"}
+    answer = ask(lab, "host.test")
+    assert (answer.status, answer.addresses) == ("NOERROR", ())
+    assert [row["address"] for row in agent.ask("names")] == ["198.51.100.15"]
+    allowed = f"{HEAD.replace('{name: p}', '{name: p, annotations: {namegate/allow-addresses: 10.0.0.0/8}}')}spec:\n"
+    agent.apply(
+        allowed + "  endpointSelector: {}\n  egress:\n  - toFQDNs: [{matchName: host.test}, {matchName: rebound.test}]\n"
+    )
+    assert set(ask(lab, "rebound.test").addresses) == {"10.1.2.3", "198.51.100.15"}
+    assert ask(lab, "host.test").addresses == ()
 
 
 # --- writes that fail or are slow ------------------------------------------------------------------------------------------
@@ -221,9 +243,6 @@ def test_a_selector_that_comes_later_finds_the_name_and_takes_it_away_when_it_go
     assert connect(lab, "198.51.100.13") == "connected"
     agent.apply(asked_only)
     assert connect(lab, "198.51.100.13") == "connection refused"
-
-
-HEAD = "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\nmetadata: {name: p}\n"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The whole way is judged: rules, compiled blocks, rows, ipcache rows, and the dat
 from __future__ import annotations
 
 import ipaddress
+import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,7 +103,7 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(
     st.lists(POLICIES, min_size=1, max_size=3),
     st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(ADDRESSES)), max_size=4),
@@ -177,7 +178,7 @@ def test_a_range_is_the_fewest_aligned_blocks(one: int, other: int) -> None:
         assert port % (1 << (16 - bits)) == 0
         at = port + (1 << (16 - bits))
     assert at == last + 1
-    for (port, bits), (_, next_bits) in zip(blocks, blocks[1:], strict=False):
+    for (port, bits), (_, next_bits) in itertools.pairwise(blocks):
         assert bits != next_bits or port % (1 << (17 - bits)), "these two are one block"
 
 

@@ -322,7 +322,8 @@ class Simulation:
         engine, kernel = self.engine, self.world.kernel
         workloads = self.workloads
         situation = Situation(engine.groups.policies, tuple(workloads.values()), self._pairs, self.host)
-        realized = {key: self.labels_by_number[identity] for key, identity in kernel.rows[Table.IPCACHE].items()}  # type: ignore[index]
+        numbers = {key: number for key, number in kernel.rows[Table.IPCACHE].items() if isinstance(number, int)}
+        realized = {key: self.labels_by_number[number] for key, number in numbers.items()}
         assert realized == situation.label_sets(), "I1: ipcache"
         judged = dict(self.endpoint_rows())
         assert judged.keys() == workloads.keys(), "I1: endpoints"
@@ -386,7 +387,9 @@ class Histories(RuleBasedStateMachine):
 
     known_bad: frozenset[KnownBad] = frozenset()
 
-    @initialize(policies=st.lists(st.just(allow("*.example.")) | POLICIES, max_size=2), identities_max=st.sampled_from((12, 16_384)))
+    @initialize(
+        policies=st.lists(st.just(allow("*.example.")) | POLICIES, max_size=2), identities_max=st.sampled_from((12, 16_384))
+    )
     def start(self, policies: list[Policy], identities_max: int) -> None:
         self.sim = Simulation(self.known_bad, identities_max)
         self.world = self.sim.world

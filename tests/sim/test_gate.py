@@ -8,6 +8,7 @@ from dataclasses import replace
 import dns.edns
 import pytest
 
+from agent.core.engine import SOURCES
 from agent.core.events import (
     AskerGone,
     EndpointRemoved,
@@ -338,7 +339,7 @@ def test_a_question_before_start_is_held_and_judged_at_start() -> None:
     assert (answer.rcode, reason_of(answer)) == ("SERVFAIL", 14)
     held, denied = world.ask("a.example."), world.ask("b.example.")
     world.handle(PoliciesChanged((allow("a.example."),), None))
-    for source in ("policies", "host", "endpoints"):
+    for source in sorted(SOURCES):
         assert not world.asked
         world.handle(SourceReported(source))
     assert world.answer_of(denied).rcode == "NXDOMAIN"
@@ -352,12 +353,13 @@ def test_start_goes_on_without_a_silent_source() -> None:
     world = World()
     world.add_endpoint(1, "192.0.2.11")
     world.handle(PoliciesChanged((allow("a.example."),), 1))
-    world.handle(SourceReported("policies"))
+    for source in SOURCES - {"host"}:
+        world.handle(SourceReported(source))
     world.advance(4.9)
     assert 1 not in world.settled
     world.advance(0.2)
     assert world.settled == {1: None}
-    assert world.engine.missing_sources == {"host", "endpoints"}
+    assert world.engine.missing_sources == {"host"}
     assert world.attached.keys() == {1}
 
 
@@ -385,7 +387,7 @@ def test_audit_passes_every_question_and_learns_only_what_is_allowed() -> None:
     assert world.passes(A, endpoint=1)
 
 
-# --- upstreams -----------------------------------------------------------------------------------------------------------------
+# --- upstreams --------------------------------------------------------------------------------------------------------------
 
 
 def test_upstreams_are_tried_in_turn() -> None:
@@ -478,7 +480,7 @@ def test_a_question_from_an_address_of_nobody_is_not_answered() -> None:
     assert not world.asked
 
 
-# --- lifetimes -------------------------------------------------------------------------------------------------------------------
+# --- lifetimes --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lifetime_ends_and_is_inclusive() -> None:

@@ -1,4 +1,4 @@
-"""A world for the engine: a kernel made of dictionaries, an upstream that says what it is told to, clients that look at answers.
+"""A world for the engine: a kernel made of dictionaries, an upstream that says what it is told to, clients that look.
 
 The fake kernel performs writes when the test lets it, and can refuse them. The judge of packets here is independent of the
 core's own tables: it reads the fake kernel's rows alone, as the datapath would.
@@ -70,6 +70,8 @@ from agent.core.types import (
 )
 
 UPSTREAM = Upstream(packed("203.0.113.53"))
+# Most stories are not about the address guard, and theirs have private addresses too.
+EVERY_ADDRESS = (Prefix.parse("0.0.0.0/0"), Prefix.parse("::/0"))
 
 
 class FakeKernel:
@@ -175,7 +177,7 @@ class World:
     auto: writes are performed, and flows looked at, as soon as they are asked for; else when the test says so.
     """
 
-    settings: Settings = field(default_factory=lambda: Settings(upstreams=(UPSTREAM,)))
+    settings: Settings = field(default_factory=lambda: Settings(upstreams=(UPSTREAM,), allow_addresses=EVERY_ADDRESS))
     known_bad: frozenset[KnownBad] = frozenset()
     auto: bool = True
     now: float = 1_000.0

@@ -1,6 +1,6 @@
 """The peers' cases about DNS cache, name manager, selector cache and ipcache, as far as they apply to this design.
 
-Labels are compared by what they say: `reserved:world-ipv4` and `-ipv6` are `reserved:world` here, `k8s:` labels are an endpoint's.
+Labels are compared by what they say: `reserved:world-ipv4` and `-ipv6` are `reserved:world`, `k8s:` labels an endpoint's.
 """
 
 from __future__ import annotations

@@ -23,11 +23,13 @@ from agent.core.types import (
     EndpointValue,
     GroupValue,
     IpcacheKey,
+    Key,
     Orientation,
     PolicyKey,
     PolicyValue,
     Prefix,
     Table,
+    Value,
     Verdict,
     Write,
     packed,
@@ -145,14 +147,18 @@ def test_retries_come_later_and_later(table: KernelTable) -> None:
 @given(st.lists(st.sampled_from(("want 1", "want 2", "drop", "write", "ok", "fail", "tick"))))
 def test_a_row_always_gets_where_it_is_wanted(steps: list[str]) -> None:
     """Whatever happens in whatever order: when the faults end, the kernel holds what is wanted and everybody is told."""
-    table, kernel, now = KernelTable(Table.GROUPS, Revisions()), {}, 0.0
+    table, now = KernelTable(Table.GROUPS, Revisions()), 0.0
+    kernel: dict[Key, Value] = {}
     flying: list[Write] = []
     references = []
 
     def land(error: int) -> None:
         write = flying.pop()
         if not error:
-            kernel.pop(1, None) if write.value is None else kernel.update({1: write.value})
+            if write.value is None:
+                kernel.pop(1, None)
+            else:
+                kernel[1] = write.value
         table.written(write, error, now)
 
     for step in [*steps, "ok", "tick", *["write", "ok", "tick"] * 3]:
@@ -324,7 +330,7 @@ def test_a_removal_that_needs_a_new_identity_passes_the_bound() -> None:
     assert not world.passes("192.0.2.101", 80)
 
 
-# --- DNS cache and name manager ------------------------------------------------------------------------------------------------
+# --- DNS cache and name manager ---------------------------------------------------------------------------------------------
 
 
 def test_the_heap_of_ends_does_not_grow_with_pairs_that_went() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agent.core.engine import SOURCES
 from agent.core.events import EndpointAdded, HostAddresses, PoliciesChanged, SourceReported, Tick
 from agent.core.policy import Block, port_blocks, resolve
 from agent.core.rules import Cidr, LabelSelector, Policy, Ports, Rule
@@ -71,7 +72,8 @@ def test_every_group_is_judged_or_accounted_for() -> None:
 def verdict_text(world: World, row: dict[str, Any], address: str) -> str:
     direction = Direction[row["dir"].upper()]
     protocol = NUMBERS[row["proto"].upper()]
-    verdict = world.kernel.verdict_for(101, packed(address), protocol, row.get("port", row.get("icmp_type")), direction)
+    port = row["icmp_type"] if "icmp_type" in row else row["port"]
+    verdict = world.kernel.verdict_for(101, packed(address), protocol, port, direction)
     compiled = world.engine.groups.endpoints[1].compiled
     assert compiled is not None
     closed = compiled.default_deny_egress if direction is Direction.EGRESS else compiled.default_deny_ingress
@@ -102,7 +104,7 @@ def test_the_verdict_of_every_row_of_the_table(case: dict[str, Any]) -> None:
     policies = tuple(policy for reading in readings for policy in reading.policies)
     assert not any(reading.mistakes for reading in readings)
     world.handle(PoliciesChanged(policies, None))
-    for source in ("policies", "host", "endpoints"):
+    for source in sorted(SOURCES):
         world.handle(SourceReported(source))
     for name, texts in case.get("learned", {}).items():
         scope = world.engine.groups.endpoints[1].scope

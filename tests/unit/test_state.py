@@ -68,6 +68,7 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None
     all_records: list[Record] = [pair(1), PairGone(1, "n1.test.", b"\0\0\0\1"), IdentityRecord(1 << 24, ("fqdn:a.test.",))]
     written(path, all_records).close()
     whole = path.read_bytes()
+    found: tuple[Record, ...] | None = None
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
         found = read_journal(path, MAPS)
