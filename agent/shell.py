@@ -233,6 +233,7 @@ def _settings(config: Config) -> Settings:
         held_replies_max=limits.held_replies,
         names_max=limits.names,
         addresses_per_name_max=limits.addresses_per_name,
+        history_max=limits.history,
         identities_max=limits.identities,
         policy_rows_max=config.datapath.policy_rows,
         policy_rows_per_set_max=limits.policy_rows_per_set,
@@ -506,6 +507,7 @@ class Shell:
         reasons += [f"{row['interface']}: {row['state']}" for row in self._endpoint_rows() if row["state"] != "enforcing"]
         if self._datapath.gate_state() is not HookState.FIRST:
             reasons.append(f"{self._config.datapath.device}: the program that takes DNS over is not there, or not the first")
+        reasons += self._what_is_nearly_full()
         if self._journal is None:
             reasons.append("the journal could not be written: the next start learns names anew")
         failed = listings.rows_failed()
@@ -520,6 +522,19 @@ class Shell:
             "events_lost": self._datapath.losses()[Loss.EVENT],
             "rows_failed": failed,
         }
+
+    def _what_is_nearly_full(self) -> list[str]:
+        """What has 2 % left: when it is full, the next reply or policy that needs a place is refused."""
+        engine, tables = self._engine, self._config.datapath
+        rows_by_family = engine.reconciler.ipcache.rows_by_family
+        uses = {
+            "identities": (len(engine.identities), self._config.limits.identities),
+            "names": (len(engine.dns_cache.scopes_by_name), self._config.limits.names),
+            "policy map": (len(engine.reconciler.policy.realized), tables.policy_rows),
+            "ipcache of IPv4": (rows_by_family[4], tables.ipcache_rows),
+            "ipcache of IPv6": (rows_by_family[16], tables.ipcache_rows),
+        }
+        return [f"{what}: {used} of {most} in use" for what, (used, most) in uses.items() if used >= most - most // 50]
 
     async def _apply(self, arguments: Mapping[str, object]) -> Row:
         files = arguments.get("files")

@@ -154,9 +154,8 @@ class Listings:
         ]
 
     def names_on(self, address: Address) -> list[str]:
-        """Every name seen on this address, in any scope."""
-        by_address = self._engine.dns_cache.names_by_address
-        return sorted({name for (_, known), names in by_address.items() if known == address for name in names})
+        """Names seen on this address in the last day, the last one first; their lifetime may have ended."""
+        return [seen.name for seen in self._engine.proxy.history.on(address, self._now)]
 
 
 def counts(engine: Engine) -> Mapping[str, object]:

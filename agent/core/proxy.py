@@ -19,6 +19,7 @@ from agent.core.barrier import Barrier
 from agent.core.dns_cache import Pair
 from agent.core.events import AskerGone, AskUpstream, Effect, Fact, Forget, Query, Reply, SendReply, UpstreamFailed
 from agent.core.groups import Groups
+from agent.core.history import NameHistory
 from agent.core.identity import NoRoom
 from agent.core.ipcache import Ipcache
 from agent.core.known_bad import KnownBad
@@ -62,6 +63,7 @@ class Transaction:
     last_reply: bytes | None = None
     received: bytes = b""
     taught: tuple[tuple[Address, int], ...] = ()
+    chain: tuple[str, ...] = ()
     reply: bytes | None = None
     barrier: Barrier | None = None
     addresses: tuple[tuple[Address, int], ...] = ()
@@ -87,6 +89,7 @@ class Proxy:
         self.settings = settings
         self.transactions: dict[int, Transaction] = {}
         self.counters: dict[str, int] = {}
+        self.history = NameHistory(settings.history_max)
         self.is_started = False
         self._groups = groups
         self._names = names
@@ -225,6 +228,7 @@ class Proxy:
         if answer.status is Status.TRUNCATED:
             message = messages.truncated(message, question)
         transaction.received, transaction.taught, transaction.replied_at = message, answer.addresses, now
+        transaction.chain = answer.chain
         self._hold(transaction, now)
 
     def take_failure(self, failure: UpstreamFailed, now: float) -> None:
@@ -269,6 +273,7 @@ class Proxy:
             else:
                 self._release(transaction, now)
             return
+        self._note(transaction, now)
         if not is_wanted or (KnownBad.NOTHING_CHANGED_NO_WAIT in self._known_bad and not added):
             rows = []
         self._reconciler.settle()
@@ -303,6 +308,15 @@ class Proxy:
         transaction.reply = altered
         transaction.addresses = tuple(pair for pair in transaction.taught if pair[0] not in kinds)
         return True
+
+    def _note(self, transaction: Transaction, now: float) -> None:
+        self.history.expire(now)
+        lifetimes = self._names.cache.addresses(
+            self._groups.endpoints[transaction.endpoint].scope, transaction.question.name
+        )
+        for address, _ in transaction.addresses:
+            until = lifetimes[address].lives_until if address in lifetimes else now
+            self.history.note(transaction.question.name, address, transaction.endpoint, transaction.chain, until, now)
 
     def _is_wanted(self, transaction: Transaction) -> bool:
         """Does a selector of the asking endpoint want the name? Else there is nothing to wait for."""

@@ -38,6 +38,7 @@ class Settings:
     open_questions_per_endpoint_max: int = 512
     held_replies_max: int = 4_096
     names_max: int = 1_000_000
+    history_max: int = 100_000
     addresses_per_name_max: int = 1_000
     identities_max: int = 16_384
     policy_rows_max: int = 262_144

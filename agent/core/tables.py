@@ -265,7 +265,7 @@ class IpcacheTable(KernelTable):
     def __init__(self, revisions: Revisions) -> None:
         super().__init__(Table.IPCACHE, revisions)
         self._rows_by_identity: dict[int, int] = {}
-        self.unnamed: dict[int, None] = {}  # identities that lost their last row since somebody looked
+        self.rows_by_family = {4: 0, 16: 0}  # realized; the families are two maps in the kernel
 
     def adopt(self, rows: Mapping[Key, Value]) -> None:
         for identity in rows.values():
@@ -285,7 +285,10 @@ class IpcacheTable(KernelTable):
     def ended(self, key: Key, before: Row | None, value: Value | None, error: int) -> None:
         if error != 0:
             self._count(value, -1)
-        elif before is not None:
+            return
+        assert isinstance(key, IpcacheKey)
+        self.rows_by_family[len(key.prefix.address)] += (value is not None) - (before is not None)
+        if before is not None:
             self._count(before.value, -1)
 
     def _count(self, identity: Value | None, by: int) -> None:
@@ -298,4 +301,3 @@ class IpcacheTable(KernelTable):
             self._rows_by_identity[identity] = count
         else:
             del self._rows_by_identity[identity]
-            self.unnamed[identity] = None

@@ -37,6 +37,7 @@ _KINDS = {
     "merge": "a merge key",
     "value": "a default key",
 }
+TOO_DEEP = f"this is nested more than {DEPTH_MAX} deep; no policy is"
 
 
 class YamlError(Exception):
@@ -94,6 +95,8 @@ def _explained(text: str, line: int, error: yaml.MarkedYAMLError) -> YamlError:
         return YamlError(line + 1, "YAML does not allow a tab as indentation; use spaces")
     if error.context is not None and "alias" in error.context:
         return YamlError(line + 1, 'a value that begins with * must stand in quotes, such as "*.example.com"')
+    if error.context is not None and "flow level" in error.context:
+        return YamlError(line + 1, TOO_DEEP)  # the parser has a bound of its own, far above ours
     said = ", ".join(part for part in (error.context, error.problem) if part)
     return YamlError(
         line + 1, f"this is no YAML: {said}; look at the indentation, brackets and quotes here and in the line before"
@@ -131,7 +134,7 @@ def _compose(text: str) -> Iterator[Node]:
             _refuse_explicit_kind(event.tag, line)
             stack.append(_Open(isinstance(event, yaml.MappingStartEvent), line, event.anchor))
             if len(stack) > DEPTH_MAX:
-                raise YamlError(line, f"this is nested more than {DEPTH_MAX} deep; no policy is")
+                raise YamlError(line, TOO_DEEP)
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in finished:
                 raise YamlError(

@@ -22,7 +22,7 @@ from agent.core.events import (
 from agent.core.rules import Cidr, Policy, Ports, Rule
 from agent.core.settings import Settings, Upstream
 from agent.core.types import PROTOCOL_UDP, Direction, Prefix, Table, packed
-from tests.sim.world import UPSTREAM, Answered, World, allow, any_question
+from tests.sim.world import UPSTREAM, Answered, World, allow, any_question, subject
 
 A, B, C = "192.0.2.101", "192.0.2.102", "192.0.2.103"
 SECOND = Upstream(packed("203.0.113.54"))
@@ -162,6 +162,18 @@ def test_what_another_reply_brought_too_is_not_taken_back() -> None:
     assert not left_over(world)
 
 
+def test_what_nobody_can_be_given_is_taken_back_by_the_last_who_brought_it() -> None:
+    """Two replies share an address and each needs one more that has no room: in the end nothing stays."""
+    world = started(allow("a.example."))
+    world.kernel.rows_max[Table.IPCACHE] = len(world.kernel.rows[Table.IPCACHE]) + 1
+    askers = [ask_and_reply(world, "a.example.", A, B), ask_and_reply(world, "a.example.", A, C)]
+    write_out(world)
+    assert [world.answer_of(asker).rcode for asker in askers] == ["SERVFAIL", "SERVFAIL"]
+    assert not world.engine.dns_cache.lifetimes
+    assert not world.passes(A)
+    assert not left_over(world)
+
+
 def test_no_room_for_identities() -> None:
     """The bound is SERVFAIL too, for who wants the address; a reply nobody's selector wants passes."""
     settings = Settings(upstreams=(UPSTREAM,), identities_max=5)  # host, world, the endpoint, one for each selector
@@ -282,6 +294,23 @@ def test_what_is_learned_between_a_change_of_scope_and_its_flip_is_there_after_i
     assert world.engine.groups.endpoints[1].scope != 1
     assert world.passes(A)
     assert world.passes(B)
+
+
+def test_scope_and_set_change_in_one_write() -> None:
+    """What only the endpoint's own scope knows is not judged by a set that looks into the shared one."""
+    server = Cidr(Prefix.parse("203.0.113.0/24"))
+    rule = Rule(Direction.EGRESS, (server,), (Ports(PROTOCOL_UDP, 53, 53),), names=())
+    asks_server = Policy("s", subject("e1"), (rule,), default_deny_egress=True, default_deny_ingress=False)
+    wanted_by_another = allow("b.example.", app="e2")
+    world = started(asks_server, wanted_by_another, endpoints={1: "192.0.2.11", 2: "192.0.2.12"})
+    ask_and_reply(world, "b.example.", B)
+    write_out(world)
+    assert not world.passes(B)
+    world.apply(allow("b.example.", app="e1"), wanted_by_another, ticket=1)
+    while 1 not in world.settled:
+        world.write_one()
+        assert not world.passes(B), "neither the state before nor the one after allows this"
+    assert world.engine.groups.endpoints[1].scope == 1
 
 
 def test_an_endpoint_never_meets_its_new_groups_old_set() -> None:

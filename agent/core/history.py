@@ -1,0 +1,66 @@
+"""Name history: which names were seen on an address, also after their lifetime: so that a drop can be explained.
+
+Nothing is judged by it. Bounded by number and age; the ones not seen for longest go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from agent.core.types import Address
+
+KEPT_S = 24 * 3_600.0
+
+
+class Seen(NamedTuple):
+    """chain: the name asked, then the targets of its aliases. until: when its lifetime ends or ended."""
+
+    name: str
+    address: Address
+    endpoint: int
+    chain: tuple[str, ...]
+    first_at: float
+    last_at: float
+    until: float
+
+
+class NameHistory:
+    def __init__(self, entries_max: int) -> None:
+        self.entries_max = entries_max
+        self._seen: OrderedDict[tuple[Address, str], Seen] = OrderedDict()  # the one not seen for longest first
+        self._names_by_address: dict[Address, dict[str, None]] = {}
+
+    def note(self, name: str, address: Address, endpoint: int, chain: tuple[str, ...], until: float, now: float) -> None:
+        """An answer for `name` held the address."""
+        before = self._seen.pop((address, name), None)
+        first_at = before.first_at if before is not None else now
+        self._seen[address, name] = Seen(name, address, endpoint, chain, first_at, now, until)
+        if before is None:
+            self._names_by_address.setdefault(address, {})[name] = None
+            if len(self._seen) > self.entries_max:
+                self._forget_oldest()
+
+    def on(self, address: Address, now: float) -> list[Seen]:
+        """Names seen on the address in the last day, the one seen last first."""
+        names = self._names_by_address.get(address, ())
+        found = [self._seen[address, name] for name in names]
+        return sorted((seen for seen in found if seen.last_at > now - KEPT_S), key=lambda seen: seen.last_at, reverse=True)
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old, a little at a time: called for every answer."""
+        for _ in range(2):
+            oldest = next(iter(self._seen.values()), None)
+            if oldest is None or oldest.last_at > now - KEPT_S:
+                return
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        (address, name), _ = self._seen.popitem(last=False)
+        names = self._names_by_address[address]
+        del names[name]
+        if not names:
+            del self._names_by_address[address]
+
+    def __len__(self) -> int:
+        return len(self._seen)
