@@ -161,9 +161,10 @@ class DatapathSettings:
 class Limits:
     """`limits`: how much of everything, so that no client can have it all. Reaching one is counted and shown by `status`.
 
-    identities (16384); names (1000000) in the DNS cache; addresses-per-name (1000); history (100000) of names seen on addresses, kept a day; policy-rows-per-set
-    (16384); open-questions (8192) in all and open-questions-per-endpoint (512); held-replies (4096); tcp-connections (1024)
-    in all and tcp-connections-per-endpoint (64) of clients.
+    identities (16384); names (1000000) in the DNS cache; addresses-per-name (1000); history (100000) of
+    names seen on addresses, kept a day; policy-rows-per-set (16384); open-questions (8192) in all and
+    open-questions-per-endpoint (512); held-replies (4096); tcp-connections (1024) in all and tcp-connections-per-endpoint
+    (64) of clients.
     """
 
     identities: int = 16_384

@@ -12,25 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import datetime as dt
-import errno
-import itertools
 import json
 import logging
-import resource
-import signal
-import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import IO, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import IO
 
-from agent.config import Config, DeniedAnswer, Learn, OnFailure, policy_files
+from agent.config import Config, DeniedAnswer, OnFailure, policy_files
 from agent.control import ControlError
 from agent.control.listings import Listings, Row, counts
-from agent.control.lock import AgentLock
-from agent.control.server import ControlServer
 from agent.core.engine import SOURCES, Engine
 from agent.core.events import (
     AskerGone,
@@ -57,31 +49,28 @@ from agent.core.events import (
     WriteRows,
 )
 from agent.core.reconciler import BATCH_ROWS_MAX
-from agent.core.records import EndpointRecord, Record
+from agent.core.records import Record
 from agent.core.rules import Policy
 from agent.core.settings import Settings
-from agent.core.types import PROTOCOL_NAMES, Address, Direction, IpcacheKey, Table, Write, text_of
+from agent.core.types import PROTOCOL_NAMES, Address, Direction, Write, text_of
 from agent.datapath.abi import Loss
 from agent.datapath.attach import HookState
-from agent.datapath.datapath import Datapath, pinned_map_id
-from agent.datapath.datapath import Settings as DatapathSettings
+from agent.datapath.datapath import Datapath
 from agent.datapath.errors import DatapathError
 from agent.datapath.events import DropEvent
 from agent.dns.bounds import Limits
 from agent.dns.sockets import Listeners
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
-from agent.host.interfaces import InterfaceMissing, Interfaces
+from agent.injection import Injection, row_of
 from agent.policy.files import read_policies
 from agent.policy.remarks import PolicyError
-from agent.state import Journal, StateError, read_journal
+from agent.state import Journal
 
 log = logging.getLogger("namegate")
 
 # Enough to answer "what was dropped just now"; the counters have the rest.
 DROPS_KEPT = 10_000
-# EX_SOFTWARE of sysexits.h: a supervisor starts the agent again.
-EXIT_MISTAKE = 70
 
 # Compacted when three of four lines say nothing any more: then it costs one line for each that is appended.
 JOURNAL_GROWTH = 4
@@ -95,38 +84,6 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def run(config: Config) -> int:
-    """The agent in the foreground until it is told to stop; its exit code."""
-    lock = AgentLock(config.control.socket)
-    _raise_descriptor_limit()
-    try:
-        # Before the datapath: a second agent would replace what the first one enforces with.
-        lock.acquire()
-        policies = read_policies(policy_files(config.policies))
-        interfaces = Interfaces()
-        settings = DatapathSettings(**dataclasses.asdict(config.datapath))
-        journal_path = config.control.socket.with_name("journal")
-        records = read_journal(journal_path, pinned_map_id(settings))
-        with contextlib.ExitStack() as stack:
-            datapath = stack.enter_context(contextlib.closing(Datapath.open(settings, take_over=records is not None)))
-            if not datapath.is_taken_over:
-                log.info("names are learned anew: %s", datapath.why_not or "no journal explains the tables found")
-                records = None
-            journal = stack.enter_context(contextlib.closing(Journal(journal_path, datapath.policy_map_id, records or ())))
-            start = Start(
-                records=records,
-                host_addresses=interfaces.host_addresses(),
-                endpoints=_endpoints(config, interfaces, records or ()),
-                policies=tuple(policies),
-            )
-            return asyncio.run(_serve(config, start, datapath, journal, lock))
-    except (ControlError, PolicyError, InterfaceMissing, DatapathError, StateError) as error:
-        print(f"namegate: {error}", file=sys.stderr)
-        return 2
-    finally:
-        lock.release()
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
     """All that is known at start. records: of the process before, None where its tables were not taken over."""
@@ -135,153 +92,6 @@ class Start:
     host_addresses: frozenset[Address]
     endpoints: Sequence[EndpointAdded]
     policies: tuple[Policy, ...]
-
-
-def _raise_descriptor_limit() -> None:
-    """256 ports for each upstream and 1,024 connections of clients are more than the usual 1,024 descriptors."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-async def _serve(
-    config: Config,
-    start: Start,
-    datapath: Datapath,
-    journal: Journal,
-    lock: AgentLock,
-) -> int:
-    loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[int] = loop.create_future()
-
-    def stop(exit_code: int) -> None:
-        if not stopped.done():
-            stopped.set_result(exit_code)
-
-    def give_up(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Our own mistake: what the engine holds may be wrong from here. The pinned datapath goes on enforcing."""
-        error = context.get("exception")
-        log.critical("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
-        stop(EXIT_MISTAKE)
-
-    def refused(sentence: str) -> None:
-        """The policies cannot be in force from the start: nothing is enforced, so do not look as if it were."""
-        print(f"namegate: {sentence}", file=sys.stderr)
-        stop(2)
-
-    loop.set_exception_handler(give_up)
-    shell = Shell(config, datapath, journal, refused)
-    server = ControlServer(config.control.socket, shell.answer, lock)
-    await server.start()
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop, 0)
-        shell.start(start)
-        return await stopped
-    finally:
-        await server.close()
-        shell.close()
-
-
-def _endpoints(config: Config, interfaces: Interfaces, records: Iterable[Record]) -> list[EndpointAdded]:
-    """An interface that was an endpoint before keeps its number, by which its flows are known."""
-    known = {(record.interface, record.ifindex): record.endpoint for record in records if isinstance(record, EndpointRecord)}
-    fresh = itertools.count(max(known.values(), default=0) + 1)
-    endpoints = []
-    for endpoint in config.endpoints:
-        ifindex = interfaces.ifindex(endpoint.interface)
-        number = known.get((endpoint.interface, ifindex))
-        if number is None:
-            number = next(fresh)
-        addresses = frozenset(endpoint.addresses) or (
-            interfaces.addresses_on(ifindex) if endpoint.orientation else interfaces.addresses_behind(ifindex)
-        )
-        if not addresses:
-            raise InterfaceMissing(
-                f"{config.file}:{endpoint.line}: {endpoint.interface} needs `addresses`: the host has no route to a single "
-                "address through it"
-            )
-        endpoints.append(
-            EndpointAdded(
-                number,
-                endpoint.interface,
-                ifindex,
-                endpoint.labels,
-                tuple(sorted(addresses)),
-                endpoint.orientation,
-                audit=endpoint.audit,
-                isolated=endpoint.learn is Learn.PER_ENDPOINT,
-            )
-        )
-    return endpoints
-
-
-def _settings(config: Config) -> Settings:
-    dns, limits = config.dns, config.limits
-    return Settings(
-        upstreams=dns.upstreams,
-        denied_rcode=Rcode.REFUSED if dns.denied_answer is DeniedAnswer.REFUSED else Rcode.NXDOMAIN,
-        gate_deadline_s=config.gate.deadline,
-        release_on_failure=config.gate.on_failure is OnFailure.RELEASE,
-        allow_addresses=dns.allow_addresses,
-        ttl_floor_s=dns.ttl_floor,
-        ttl_cap_s=dns.ttl_cap,
-        keep_while_flow_seen_s=dns.keep_while_flow_seen,
-        keep_past_lifetime_s=dns.keep_past_lifetime,
-        open_questions_max=limits.open_questions,
-        open_questions_per_endpoint_max=limits.open_questions_per_endpoint,
-        held_replies_max=limits.held_replies,
-        names_max=limits.names,
-        addresses_per_name_max=limits.addresses_per_name,
-        history_max=limits.history,
-        identities_max=limits.identities,
-        policy_rows_max=config.datapath.policy_rows,
-        policy_rows_per_set_max=limits.policy_rows_per_set,
-    )
-
-
-class _Fault(NamedTuple):
-    """row: as `Prefix` or a key prints, None for every row of the table."""
-
-    table: Table
-    row: str | None
-    errno: int
-    times: int
-
-
-class Injection:
-    """Faults for the test suites, made where a real kernel would make them: between the engine and the maps."""
-
-    def __init__(self) -> None:
-        self.delay_s = 0.0
-        self._faults: list[_Fault] = []
-
-    def take(self, arguments: Mapping[str, object]) -> None:
-        """fail: {table, errno, times, key}; delay: seconds before each write; clear: no fault any more."""
-        if arguments.get("clear"):
-            self._faults.clear()
-        fail = arguments.get("fail")
-        if isinstance(fail, Mapping):
-            row = fail.get("key")
-            code = getattr(errno, str(fail["errno"]))
-            times = int(str(fail.get("times", 1)))
-            self._faults.append(_Fault(Table(str(fail["table"])), None if row is None else str(row), code, times))
-        if "delay" in arguments:
-            self.delay_s = float(str(arguments["delay"]))
-
-    def error_for(self, write: Write) -> int:
-        for place, fault in enumerate(self._faults):
-            if fault.table is write.table and fault.row in (None, _row_of(write)):
-                if fault.times > 1:
-                    self._faults[place] = fault._replace(times=fault.times - 1)
-                else:
-                    del self._faults[place]
-                return fault.errno
-        return 0
-
-
-def _row_of(write: Write) -> str:
-    return str(write.key.prefix) if isinstance(write.key, IpcacheKey) else repr(write.key)
 
 
 class Shell:
@@ -420,7 +230,7 @@ class Shell:
             at = time.time_ns()
             for write, error in results:
                 put = write.value is not None
-                line = {"at_ns": at, "table": write.table, "key": _row_of(write), "put": put, "errno": error}
+                line = {"at_ns": at, "table": write.table, "key": row_of(write), "put": put, "errno": error}
                 self._trace.write(json.dumps(line) + "\n")
         return results
 
@@ -596,3 +406,27 @@ def _drop(event: DropEvent, listings: Listings) -> Row:
         "rule": listings.rule_text(event.cookie) if event.cookie else "no rule",
         "names": listings.names_on(remote),
     }
+
+
+def _settings(config: Config) -> Settings:
+    dns, limits = config.dns, config.limits
+    return Settings(
+        upstreams=dns.upstreams,
+        denied_rcode=Rcode.REFUSED if dns.denied_answer is DeniedAnswer.REFUSED else Rcode.NXDOMAIN,
+        gate_deadline_s=config.gate.deadline,
+        release_on_failure=config.gate.on_failure is OnFailure.RELEASE,
+        allow_addresses=dns.allow_addresses,
+        ttl_floor_s=dns.ttl_floor,
+        ttl_cap_s=dns.ttl_cap,
+        keep_while_flow_seen_s=dns.keep_while_flow_seen,
+        keep_past_lifetime_s=dns.keep_past_lifetime,
+        open_questions_max=limits.open_questions,
+        open_questions_per_endpoint_max=limits.open_questions_per_endpoint,
+        held_replies_max=limits.held_replies,
+        names_max=limits.names,
+        addresses_per_name_max=limits.addresses_per_name,
+        history_max=limits.history,
+        identities_max=limits.identities,
+        policy_rows_max=config.datapath.policy_rows,
+        policy_rows_per_set_max=limits.policy_rows_per_set,
+    )

@@ -35,7 +35,7 @@ def _is_root() -> bool:
 
 
 def _run(config: Config) -> int:
-    from agent.shell import run
+    from agent.start import run
 
     return run(config)
 

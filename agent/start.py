@@ -1,0 +1,150 @@
+"""The start: all that has to be known before the first packet is judged by us, then the loop until somebody stops it.
+
+Rule 1: nothing is touched before the lock is held: a second agent would replace what the first one enforces with.
+Rule 2: a start that cannot be (a mistake in a file, an interface that is not there, no room) changes nothing and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+
+from agent.config import Config, Learn, policy_files
+from agent.control import ControlError
+from agent.control.lock import AgentLock
+from agent.control.server import ControlServer
+from agent.core.events import (
+    EndpointAdded,
+)
+from agent.core.records import EndpointRecord, Record
+from agent.datapath.datapath import Datapath, pinned_map_id
+from agent.datapath.datapath import Settings as DatapathSettings
+from agent.datapath.errors import DatapathError
+from agent.host.interfaces import InterfaceMissing, Interfaces
+from agent.policy.files import read_policies
+from agent.policy.remarks import PolicyError
+from agent.shell import Shell, Start
+from agent.state import Journal, StateError, read_journal
+
+log = logging.getLogger("namegate")
+
+# EX_SOFTWARE of sysexits.h: a supervisor starts the agent again.
+EXIT_MISTAKE = 70
+
+
+def run(config: Config) -> int:
+    """The agent in the foreground until it is told to stop; its exit code."""
+    lock = AgentLock(config.control.socket)
+    _raise_descriptor_limit()
+    try:
+        # Before the datapath: a second agent would replace what the first one enforces with.
+        lock.acquire()
+        policies = read_policies(policy_files(config.policies))
+        interfaces = Interfaces()
+        settings = DatapathSettings(**dataclasses.asdict(config.datapath))
+        journal_path = config.control.socket.with_name("journal")
+        records = read_journal(journal_path, pinned_map_id(settings))
+        with contextlib.ExitStack() as stack:
+            datapath = stack.enter_context(contextlib.closing(Datapath.open(settings, take_over=records is not None)))
+            if not datapath.is_taken_over:
+                log.info("names are learned anew: %s", datapath.why_not or "no journal explains the tables found")
+                records = None
+            journal = stack.enter_context(contextlib.closing(Journal(journal_path, datapath.policy_map_id, records or ())))
+            start = Start(
+                records=records,
+                host_addresses=interfaces.host_addresses(),
+                endpoints=_endpoints(config, interfaces, records or ()),
+                policies=tuple(policies),
+            )
+            return asyncio.run(_serve(config, start, datapath, journal, lock))
+    except (ControlError, PolicyError, InterfaceMissing, DatapathError, StateError) as error:
+        print(f"namegate: {error}", file=sys.stderr)
+        return 2
+    finally:
+        lock.release()
+
+
+def _raise_descriptor_limit() -> None:
+    """256 ports for each upstream and 1,024 connections of clients are more than the usual 1,024 descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _serve(
+    config: Config,
+    start: Start,
+    datapath: Datapath,
+    journal: Journal,
+    lock: AgentLock,
+) -> int:
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def stop(exit_code: int) -> None:
+        if not stopped.done():
+            stopped.set_result(exit_code)
+
+    def give_up(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Our own mistake: what the engine holds may be wrong from here. The pinned datapath goes on enforcing."""
+        error = context.get("exception")
+        log.critical("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
+        stop(EXIT_MISTAKE)
+
+    def refused(sentence: str) -> None:
+        """The policies cannot be in force from the start: nothing is enforced, so do not look as if it were."""
+        print(f"namegate: {sentence}", file=sys.stderr)
+        stop(2)
+
+    loop.set_exception_handler(give_up)
+    shell = Shell(config, datapath, journal, refused)
+    server = ControlServer(config.control.socket, shell.answer, lock)
+    await server.start()
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop, 0)
+        shell.start(start)
+        return await stopped
+    finally:
+        await server.close()
+        shell.close()
+
+
+def _endpoints(config: Config, interfaces: Interfaces, records: Iterable[Record]) -> list[EndpointAdded]:
+    """An interface that was an endpoint before keeps its number, by which its flows are known."""
+    known = {(record.interface, record.ifindex): record.endpoint for record in records if isinstance(record, EndpointRecord)}
+    fresh = itertools.count(max(known.values(), default=0) + 1)
+    endpoints = []
+    for endpoint in config.endpoints:
+        ifindex = interfaces.ifindex(endpoint.interface)
+        number = known.get((endpoint.interface, ifindex))
+        if number is None:
+            number = next(fresh)
+        addresses = frozenset(endpoint.addresses) or (
+            interfaces.addresses_on(ifindex) if endpoint.orientation else interfaces.addresses_behind(ifindex)
+        )
+        if not addresses:
+            raise InterfaceMissing(
+                f"{config.file}:{endpoint.line}: {endpoint.interface} needs `addresses`: the host has no route to a single "
+                "address through it"
+            )
+        endpoints.append(
+            EndpointAdded(
+                number,
+                endpoint.interface,
+                ifindex,
+                endpoint.labels,
+                tuple(sorted(addresses)),
+                endpoint.orientation,
+                audit=endpoint.audit,
+                isolated=endpoint.learn is Learn.PER_ENDPOINT,
+            )
+        )
+    return endpoints
