@@ -30,9 +30,9 @@ from typing import Final, TypeVar
 from agent.core.known_bad import KnownBad
 from agent.core.settings import Upstream
 from agent.core.types import Address, Orientation, Prefix, packed, text_of
-from agent.policy.fields import Field
-from agent.policy.remarks import Caution, Mistake, Remarks
-from agent.policy.yaml_tree import Scalar, Sequence, YamlError, line_of_unprintable, read_documents
+from agent.documents.fields import Field
+from agent.documents.remarks import Caution, Mistake, Remarks
+from agent.documents.yaml_tree import Scalar, Sequence, YamlError, line_of_unprintable, read_documents
 
 _Word = TypeVar("_Word", bound=StrEnum)
 

@@ -62,9 +62,9 @@ from agent.dns.bounds import Limits
 from agent.dns.sockets import Listeners
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
+from agent.documents.remarks import PolicyError
 from agent.injection import Injection, row_of
 from agent.policy.files import read_policies
-from agent.policy.remarks import PolicyError
 from agent.state import Journal
 
 log = logging.getLogger("namegate")

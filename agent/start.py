@@ -27,9 +27,9 @@ from agent.core.records import EndpointRecord, Record
 from agent.datapath.datapath import Datapath, pinned_map_id
 from agent.datapath.datapath import Settings as DatapathSettings
 from agent.datapath.errors import DatapathError
+from agent.documents.remarks import PolicyError
 from agent.host.interfaces import InterfaceMissing, Interfaces
 from agent.policy.files import read_policies
-from agent.policy.remarks import PolicyError
 from agent.shell import Shell, Start
 from agent.state import Journal, StateError, read_journal
 

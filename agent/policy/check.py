@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from agent.core.rules import Endpoints, Policy
 from agent.core.types import Direction
+from agent.documents.remarks import Caution, Mistake
 from agent.policy.files import read_files
 from agent.policy.implied import Implied, implied_dns, unaskable
-from agent.policy.remarks import Caution, Mistake
 
 
 class CheckResult(NamedTuple):

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from agent.core.rules import LabelSelector, Origin, Policy
 from agent.core.types import Direction, Prefix
+from agent.documents.fields import Field
+from agent.documents.yaml_tree import Scalar
 from agent.policy.cnp_rules import Section, read_rule, read_selector
-from agent.policy.fields import Field
 from agent.policy.values import read_excepted, read_prefix
-from agent.policy.yaml_tree import Scalar
 
 API_VERSION = "cilium.io/v2"
 KIND_NAMESPACED = "CiliumNetworkPolicy"

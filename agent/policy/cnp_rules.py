@@ -25,7 +25,7 @@ from agent.core.types import (
     Direction,
     Prefix,
 )
-from agent.policy.fields import Field
+from agent.documents.fields import Field
 from agent.policy.values import PORT_MAX, read_name, read_pattern, read_port, read_prefix, read_service
 
 LABEL_NAMESPACE = "namespace"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agent.core.rules import Policy
-from agent.policy import yaml_tree
+from agent.documents import yaml_tree
+from agent.documents.fields import Field
+from agent.documents.remarks import Caution, Mistake, PolicyError, Remarks
 from agent.policy.cnp import read_document
-from agent.policy.fields import Field
-from agent.policy.remarks import Caution, Mistake, PolicyError, Remarks
 from agent.policy.shorthand import read_list
 
 __all__ = ["FILE_OCTETS_MAX", "PolicyError", "Reading", "read_files", "read_policies", "read_policy_text"]

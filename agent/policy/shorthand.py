@@ -25,7 +25,7 @@ from agent.core.types import (
     PROTOCOLS_WITH_PORTS,
     Direction,
 )
-from agent.policy.remarks import Remarks
+from agent.documents.remarks import Remarks
 from agent.policy.values import PORT_MAX, read_excepted, read_pattern, read_port, read_prefix
 
 ENTRY_CHARACTERS_MAX = 1_000

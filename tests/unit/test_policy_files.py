@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.documents.remarks import MISTAKES_MAX, PolicyError
 from agent.policy.files import FILE_OCTETS_MAX, read_files, read_policies, read_policy_text
-from agent.policy.remarks import MISTAKES_MAX, PolicyError
 
 GOOD = """\
 apiVersion: cilium.io/v2

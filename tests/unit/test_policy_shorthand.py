@@ -6,8 +6,8 @@ import pytest
 
 from agent.core.rules import Cidr, Fqdn, Peer, Ports
 from agent.core.types import PROTOCOL_ICMP, PROTOCOL_ICMPV6, PROTOCOL_SCTP, PROTOCOL_TCP, PROTOCOL_UDP, Direction, Prefix
+from agent.documents.remarks import Remarks
 from agent.policy.files import Reading, read_policy_text
-from agent.policy.remarks import Remarks
 from agent.policy.shorthand import read_entries
 
 EVERY_PROTOCOL = (PROTOCOL_TCP, PROTOCOL_UDP, PROTOCOL_SCTP)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from agent.policy import yaml_tree
-from agent.policy.remarks import Remarks
+from agent.documents import yaml_tree
+from agent.documents.remarks import Remarks
 
 _WHOLE_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 # Nothing in a policy is larger; far more digits would be expensive to turn into a number.
