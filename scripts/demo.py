@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,7 +38,8 @@ class Failed(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description="Watch a name open an address, and nothing else.")
     parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
     kept = Path(tempfile.mkdtemp(prefix="namegate-demo-"))
     dns = {"ttl-floor": f"{LIFETIME_S}s", "keep-while-flow-seen": "1s"}
     print("building a network of namespaces, and starting the agent in it (the first start compiles the datapath) …")
@@ -52,10 +55,22 @@ def main() -> int:
         print(f"\n  NOT as it should be: {failure}\n  see {kept}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        shutil.rmtree(kept, ignore_errors=True)
         print("\n  stopped; everything the demo made is removed", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `scripts/demo | head`: nobody reads on, and the interpreter's own flush would fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        shutil.rmtree(kept, ignore_errors=True)
+        return 128 + signal.SIGPIPE
     print(f"  captures, the agent's log and its record of writes: {kept}\n  everything else the demo made is removed again")
     return 0
+
+
+def stop(_number: int, _frame: FrameType | None) -> None:
+    """Ends the demo once: a second, impatient Ctrl-C must not end the removal of what it made, nor the commands that do it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # not a function: ignored is what children inherit
+    raise KeyboardInterrupt
 
 
 def tell(lab: Lab, agent: RunningAgent, kept: Path) -> None:
@@ -104,7 +119,8 @@ def show_times(agent: RunningAgent, captures: list[Capture], kept: Path) -> None
     for capture in captures:
         capture.stop()
         shutil.copy(capture.path, kept)
-    replies, firsts = [], []
+    replies: list[int] = []
+    firsts: list[int] = []
     for packet in read(kept / "client.pcap").packets:
         if packet.source_port == 53 and packed(SERVER) in packet.payload:
             replies.append(packet.at_ns)
