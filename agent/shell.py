@@ -69,6 +69,9 @@ from agent.state import Journal
 
 log = logging.getLogger("namegate")
 
+ENFORCING = "enforcing"
+OPEN = "open: no policy closes it"
+
 # Enough to answer "what was dropped just now"; the counters have the rest.
 DROPS_KEPT = 10_000
 
@@ -262,7 +265,10 @@ class Shell:
         ticket = self._tickets.pop(effect.ticket, None)
         if ticket is not None and not ticket.done():
             ticket.set_result(effect.error)
-        if effect.error is not None:
+        if effect.error is None:
+            for interface in self._open():
+                log.warning("no policy closes %s: what it sends is not enforced", interface)
+        else:
             log.error("policies refused: %s", effect.error)
             if effect.ticket is _START:
                 self._start_refused(effect.error)
@@ -308,13 +314,16 @@ class Shell:
         for row in rows:
             added = self._engine.groups.endpoints[int(str(row["endpoint"]))].added
             row["state"] = _HOOK_STATES[self._datapath.hook_state(added.ifindex, added.orientation)]
+            if row["state"] == ENFORCING and not row["default_deny"]:
+                row["state"] = OPEN
         return rows
 
     def _status(self) -> Row:
         """Read from the kernel where the kernel can say it."""
         listings = Listings(self._engine, now())
         reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
-        reasons += [f"{row['interface']}: {row['state']}" for row in self._endpoint_rows() if row["state"] != "enforcing"]
+        endpoints = self._endpoint_rows()
+        reasons += [f"{row['interface']}: {row['state']}" for row in endpoints if row["state"] not in {ENFORCING, OPEN}]
         if self._datapath.gate_state() is not HookState.FIRST:
             reasons.append(f"{self._config.datapath.device}: the program that takes DNS over is not there, or not the first")
         reasons += self._what_is_nearly_full()
@@ -326,6 +335,7 @@ class Shell:
         return {
             "state": "starting" if starting else "degraded" if reasons else "enforcing",
             "reasons": reasons,
+            "open": [row["interface"] for row in endpoints if row["state"] == OPEN],
             "started_at": self._started_at.isoformat(timespec="seconds"),
             **counts(self._engine),
             "dropped": sum(counter.packets for counter in self._datapath.counters() if counter.reason.is_drop),
@@ -369,7 +379,11 @@ class Shell:
                 self._tickets.pop(ticket, None)
             if error_text is not None:
                 raise ControlError(f"refused, the policies in force stay: {error_text}", 1)
-        return {"policies": len(policies), "changed": changed}
+        return {"policies": len(policies), "changed": changed, "open": self._open()}
+
+    def _open(self) -> list[str]:
+        """Interfaces that no policy closes in any direction."""
+        return [str(row["interface"]) for row in Listings(self._engine, now()).endpoints() if not row["default_deny"]]
 
     def _inject(self, arguments: Mapping[str, object]) -> Row:
         self._injection.take(arguments)
@@ -379,7 +393,7 @@ class Shell:
 
 
 _HOOK_STATES = {
-    HookState.FIRST: "enforcing",
+    HookState.FIRST: ENFORCING,
     HookState.NOT_FIRST: "another program comes before ours and may hide it",
     HookState.ABSENT: "our program is not there: nothing is enforced",
 }

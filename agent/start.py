@@ -50,11 +50,14 @@ def run(config: Config) -> int:
         interfaces = Interfaces()
         settings = DatapathSettings(**dataclasses.asdict(config.datapath))
         journal_path = config.control.socket.with_name("journal")
-        records = read_journal(journal_path, pinned_map_id(settings))
+        pinned = pinned_map_id(settings)
+        records = read_journal(journal_path, pinned)
         with contextlib.ExitStack() as stack:
             datapath = stack.enter_context(contextlib.closing(Datapath.open(settings, take_over=records is not None)))
             if not datapath.is_taken_over:
-                log.info("names are learned anew: %s", datapath.why_not or "no journal explains the tables found")
+                if pinned is not None or records is not None:
+                    why = "no journal explains the tables found" if records is None else datapath.why_not
+                    log.info("names are learned anew: %s", why)
                 records = None
             journal = stack.enter_context(contextlib.closing(Journal(journal_path, datapath.policy_map_id, records or ())))
             start = Start(
@@ -111,7 +114,10 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, 0)
         shell.start(start)
-        return await stopped
+        exit_code = await stopped
+        if exit_code == 0:
+            log.info("stopped; the kernel goes on enforcing, `namegate cleanup` ends that")
+        return exit_code
     finally:
         await server.close()
         shell.close()

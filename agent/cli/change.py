@@ -8,6 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from agent.cli.environment import Sentence, Session, with_examples
 
@@ -29,6 +30,8 @@ def agent(context: click.Context, path: Path, debug: bool) -> None:
     session: Session = context.obj
     session.debug = session.debug or debug
     session.require_root("agent", "it loads BPF programs and makes a network device")
+    if context.parent is not None and context.parent.get_parameter_source("control") is not ParameterSource.DEFAULT:
+        raise Sentence("--control says which agent to ask; where this one listens is `control.socket` in its configuration")
     config = _config(path)
     for warning in config.warnings:
         click.echo(f"warning: {warning}", err=True)
@@ -36,6 +39,8 @@ def agent(context: click.Context, path: Path, debug: bool) -> None:
 
     level = logging.DEBUG if session.debug else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    for library in ("pyroute2", "asyncio"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     # Until the agent's loop takes the signals over, both end the start in the same orderly way.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -87,6 +92,8 @@ def apply(session: Session, files: tuple[Path, ...], wait: bool, timeout: str) -
     )
     if not isinstance(answer, dict):
         raise Sentence("the agent's answer to `apply` is not understood: is it of another release?")
+    for interface in answer.get("open") or ():
+        click.echo(f"warning: no policy closes {interface}: what it sends is not enforced", err=True)
     policies = answer.get("policies")
     noun = "policy" if policies == 1 else "policies"
     if not answer.get("changed"):

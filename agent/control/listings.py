@@ -19,6 +19,7 @@ from agent.core.types import (
     IpcacheKey,
     PolicyKey,
     PolicyValue,
+    Prefix,
     text_of,
 )
 
@@ -65,14 +66,13 @@ class Listings:
     def names(self) -> list[Row]:
         return [
             {
-                "name": name,
-                "address": text_of(address),
-                "scope": scope_text(scope),
+                "name": pair.name,
+                "address": text_of(pair.address),
+                "scope": scope_text(pair.scope),
                 "expires_in": round(lifetime.kept_until - self._now, 1),
-                "selectors": [selector.label for selector in self._engine.names.selectors_of(name)],
+                "selectors": [selector.label for selector in self._engine.names.selectors_of(pair.name)],
             }
-            for (scope, name), addresses in self._engine.dns_cache.lifetimes.items()
-            for address, lifetime in addresses.items()
+            for pair, lifetime in self._engine.dns_cache.lifetimes.items()
         ]
 
     def selectors(self) -> list[Row]:
@@ -81,12 +81,12 @@ class Listings:
         for peer, users in cache.users_by_selector.items():
             identities = sorted(cache.identities_by_selector[peer])
             selector = self._engine.names.selectors.get(peer) if isinstance(peer, Fqdn) else None
-            for scope, bag in selector.bags.items() if selector is not None and selector.bags else ((None, {}),):
+            for scope, bag in selector.bags.items() if selector is not None and selector.bags else ((None, ()),):
                 rows.append(
                     {
                         "selector": peer_text(peer),
                         "scope": scope_text(scope) if scope is not None else None,
-                        "addresses": [label.removeprefix("cidr:") for label in bag],
+                        "addresses": [str(Prefix.of(address)) for address in bag],
                         "identities": identities,
                         "users": sorted(users),
                     }

@@ -39,8 +39,7 @@ class AgentLock:
         except BlockingIOError:
             socket_name = self.path.name.removesuffix(".lock")
             raise ControlError(
-                f"an agent is already running ({self.path.with_name(socket_name)}): stop it first, or give this one a "
-                "`control.socket` of its own"
+                f"an agent is already running ({self.path.with_name(socket_name)}): stop it first"
             ) from None
         except OSError as error:
             raise ControlError(f"{error.filename or self.path} cannot be made: {error.strerror}") from None

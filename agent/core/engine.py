@@ -65,7 +65,7 @@ from agent.core.records import (
     Record,
 )
 from agent.core.selector_cache import SelectorCache
-from agent.core.sets import PolicySets
+from agent.core.sets import ROWS_AT_ONCE, PolicySets
 from agent.core.settings import Settings
 from agent.core.types import IDENTITY_LOCAL_FIRST, Address, LabelSet, Table
 
@@ -73,6 +73,10 @@ from agent.core.types import IDENTITY_LOCAL_FIRST, Address, LabelSet, Table
 SOURCES = frozenset({"state", "policies", "host", "endpoints"})
 # A pass reads the whole flow table; identities that wait for it cost a few rows, not correctness.
 FLOW_PASS_EVERY_S = 5.0
+# What is due at one time may be a great deal; a `Tick` does about 2 ms of it, and is due again at once for the rest.
+ENDS_AT_ONCE = 32
+RETIRED_AT_ONCE = 64
+_AT_ONCE = 0.0
 
 
 class _Pass(NamedTuple):
@@ -120,6 +124,7 @@ class Engine:
         self._start_by = now + settings.start_patience_s
         self._ending: dict[tuple[int, Address], list[Pair]] = {}  # lifetimes that wait for a look at the flows
         self._pass: _Pass | None = None
+        self._retired: Iterator[int] | None = None  # what the last pass found, still to be taken away
         self._passes = 0
         self._next_pass_at: float | None = None
 
@@ -183,6 +188,7 @@ class Engine:
             self.groups.next_deadline(),
             self._next_pass_at,
             None if self.proxy.is_started else self._start_by,
+            _AT_ONCE if self.sets.is_behind or self._retired is not None else None,
         )
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -194,9 +200,10 @@ class Engine:
                 yield IdentityRecord(identity, tuple(sorted(labels)))
         for number, endpoint in list(self.groups.endpoints.items()):
             yield EndpointRecord(number, endpoint.added.interface, endpoint.added.ifindex)
-        for scope, name in list(self.dns_cache.lifetimes):
-            for address, lifetime in list(self.dns_cache.addresses(scope, name).items()):
-                yield PairRecord(scope, name, address, lifetime.lives_until, lifetime.kept_until)
+        for pair in list(self.dns_cache.lifetimes):
+            lifetime = self.dns_cache.lifetimes.get(pair)
+            if lifetime is not None:
+                yield PairRecord(*pair, lifetime.lives_until, lifetime.kept_until)
 
     def _numbers(self) -> NumbersRecord:
         return NumbersRecord(
@@ -275,7 +282,8 @@ class Engine:
             self.proxy.judge_again(outcome.judged_anew, now)
         for ticket, error in outcome.settled:
             self._settled(ticket, error)
-            self._effects.append(Fact("policy", now, {"ticket": ticket, "error": error, "sets": sorted(outcome.sets)}))
+            fields = {"policies": len(self.groups.policies), "endpoints": len(self.groups.endpoints), "error": error}
+            self._effects.append(Fact("policy", now, fields))
 
     def _settled(self, ticket: Hashable, error: str | None) -> None:
         if ticket is not None:
@@ -288,8 +296,10 @@ class Engine:
             # A source that is silent is shown as missing (`missing_sources`), and start goes on without it.
             self.proxy.start(now)
         self.proxy.expire(now)
-        for pair in self.dns_cache.due(now):
+        for pair in self.dns_cache.due(now, ENDS_AT_ONCE):
             self._end_of_life(pair, now)
+        self.sets.go_on()
+        self._retire()
         if self._next_pass_at is not None and now >= self._next_pass_at and self._pass is None:
             self._begin_pass(now)
 
@@ -303,7 +313,7 @@ class Engine:
 
     def _last_seen(self, event: LastSeen, now: float) -> None:
         for pair in self._ending.pop((event.scope, event.address), ()):
-            lifetime = self.dns_cache.addresses(pair.scope, pair.name).get(pair.address)
+            lifetime = self.dns_cache.lifetimes.get(pair)
             if lifetime is None:
                 continue
             kept_until = lifetime.lives_until
@@ -318,7 +328,7 @@ class Engine:
     # --- identities that nobody needs --------------------------------------------------------------------------------------
 
     def _watch_identities(self, now: float) -> None:
-        if self._next_pass_at is None and self._pass is None and self.identities.has_unused:
+        if self._next_pass_at is None and self._pass is None and self._retired is None and self.identities.has_unused:
             self._next_pass_at = now + FLOW_PASS_EVERY_S
 
     def _begin_pass(self, now: float) -> None:
@@ -334,9 +344,21 @@ class Engine:
         if self._pass is None or event.pass_number != self._pass.number:
             return
         candidates, self._pass = self._pass.candidates, None
-        for identity in self.identities.retire(candidates, event.identities):
-            self.sets.remove_identity(identity)
+        self._retired = self.identities.retire(candidates, event.identities)
+        self._retire()
+
+    def _retire(self) -> None:
+        """One slice of the identities that go; each is looked at again when its turn comes."""
+        retired, rows = self._retired, 0
+        for _ in range(RETIRED_AT_ONCE):
+            identity = next(retired, None) if retired is not None else None
+            if identity is None:
+                self._retired = None
+                return
+            rows += self.sets.remove_identity(identity)
             self._records.append(IdentityGone(identity))
+            if rows >= ROWS_AT_ONCE:
+                return
 
     # --- sources of labels -------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ class Ipcache:
         self._table = table
         self._identities = identities
         self._identity_added = identity_added
-        self._identity_by_key: dict[IpcacheKey, int] = {}
         self._deferred: dict[IpcacheKey, None] | None = None
         self._inherited: list[IpcacheKey] = []
 
@@ -48,7 +47,7 @@ class Ipcache:
 
     def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet, *, beyond_bound: bool = False) -> RowReference:
         """Attach labels to a prefix; raises NoRoom, and then nothing has changed. beyond_bound: see `IdentityAllocator`."""
-        before = self.metadata.labels_by_resource.get(key, {}).get(resource)
+        before = self.metadata.attached(key, resource)
         if self.metadata.upsert(key, resource, labels):
             try:
                 self._resolve(key, beyond_bound=beyond_bound)
@@ -121,16 +120,14 @@ class Ipcache:
 
     def _resolve_row(self, key: IpcacheKey, beyond_bound: bool) -> None:
         labels = self.metadata.label_set(key)
-        before = self._identity_by_key.get(key)
+        before = self._table.desired.get(key)
         if labels is None:
-            self._identity_by_key.pop(key, None)
             self._table.drop(key)
         else:
-            identity = self.identity_of(labels, beyond_bound=beyond_bound)
-            self._identity_by_key[key] = identity
-            self._table.want(key, identity)
+            self._table.want(key, self.identity_of(labels, beyond_bound=beyond_bound))
         if before is not None:
-            self._identities.release(before)
+            assert isinstance(before.value, int)
+            self._identities.release(before.value)
 
     def identity_of(self, labels: LabelSet, *, beyond_bound: bool = False) -> int:
         """The identity of a label set, one reference more; its policy rows are asked for if it is new. Raises NoRoom."""

@@ -8,6 +8,7 @@ scopes, the names.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -16,9 +17,38 @@ from agent.core.types import LABEL_HOST, LABEL_WORLD, SCOPE_STATIC, IpcacheKey, 
 NO_LABELS: LabelSet = frozenset()
 
 
+class _Single(NamedTuple):
+    """What the only resource of a prefix attached: nearly every learned prefix has one."""
+
+    resource: str
+    labels: LabelSet
+
+
+class _Merged:
+    """What several resources attached. Counted, so that the union does not grow with the names on an address."""
+
+    __slots__ = ("count_by_labels", "labels_by_resource")
+
+    def __init__(self, first: _Single) -> None:
+        self.labels_by_resource = {first.resource: first.labels}
+        self.count_by_labels = {first.labels: 1}
+
+    def put(self, resource: str, labels: LabelSet) -> None:
+        self.take(resource)
+        self.labels_by_resource[resource] = labels
+        self.count_by_labels[labels] = self.count_by_labels.get(labels, 0) + 1
+
+    def take(self, resource: str) -> None:
+        labels = self.labels_by_resource.pop(resource, None)
+        if labels is not None:
+            self.count_by_labels[labels] -= 1
+            if not self.count_by_labels[labels]:
+                del self.count_by_labels[labels]
+
+
 class Metadata:
     def __init__(self) -> None:
-        self.labels_by_resource: dict[IpcacheKey, dict[str, LabelSet]] = {}
+        self._attached: dict[IpcacheKey, _Single | _Merged] = {}
         # Named prefixes by (family, length), longest first: the closest one that holds an address is found in as many look-ups
         # as there are different lengths, whatever the number of prefixes.
         self._lengths: dict[int, list[int]] = {4: [], 16: []}
@@ -28,40 +58,60 @@ class Metadata:
 
     def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet) -> bool:
         """Attach labels; says whether anything changed."""
-        resources = self.labels_by_resource.get(key)
-        if resources is None:
-            resources = self.labels_by_resource[key] = {}
+        if self.attached(key, resource) == labels:
+            return False
+        attached = self._attached.get(key)
+        if attached is None:
+            self._attached[key] = _Single(resource, labels)
             if key.scope == SCOPE_STATIC:
                 self._count(key.prefix, 1)
             if key.prefix.is_address:
                 self._addresses.setdefault((key.scope, len(key.prefix.address)), SortedList()).add(key)
-        elif resources.get(resource) == labels:
-            return False
-        resources[resource] = labels
+        elif isinstance(attached, _Merged):
+            attached.put(resource, labels)
+        elif attached.resource == resource:
+            self._attached[key] = _Single(resource, labels)
+        else:
+            merged = self._attached[key] = _Merged(attached)
+            merged.put(resource, labels)
         return True
 
     def remove(self, key: IpcacheKey, resource: str) -> bool:
         """Take back what this resource attached; says whether anything changed."""
-        resources = self.labels_by_resource.get(key)
-        if resources is None or resources.pop(resource, None) is None:
+        if self.attached(key, resource) is None:
             return False
-        if not resources:
-            del self.labels_by_resource[key]
+        attached = self._attached[key]
+        if isinstance(attached, _Merged):
+            attached.take(resource)
+        if isinstance(attached, _Single) or not attached.labels_by_resource:
+            del self._attached[key]
             if key.scope == SCOPE_STATIC:
                 self._count(key.prefix, -1)
             if key.prefix.is_address:
                 self._addresses[key.scope, len(key.prefix.address)].remove(key)
         return True
 
+    def attached(self, key: IpcacheKey, resource: str) -> LabelSet | None:
+        """What this resource attached."""
+        attached = self._attached.get(key)
+        if isinstance(attached, _Merged):
+            return attached.labels_by_resource.get(resource)
+        return attached.labels if attached is not None and attached.resource == resource else None
+
+    def _union(self, key: IpcacheKey) -> LabelSet | None:
+        attached = self._attached.get(key)
+        if isinstance(attached, _Merged):
+            return NO_LABELS.union(*attached.count_by_labels)
+        return attached.labels if attached is not None else None
+
     def label_set(self, key: IpcacheKey) -> LabelSet | None:
         """The complete label set of a row; None where no row is wanted.
 
         Labels of learned names, `cidr:` of the closest named prefix, and what the address is: an endpoint, the host, or world.
         """
-        resources = self.labels_by_resource.get(key)
-        if resources is None:
+        own = self._union(key)
+        if own is None:
             return None
-        own = NO_LABELS.union(*resources.values())
         if key.scope == SCOPE_STATIC and not key.prefix.is_address:
             return own | {LABEL_WORLD}
         return own | self.static_labels(key.prefix)
@@ -72,10 +122,9 @@ class Metadata:
         for length in self._lengths[len(prefix.address)]:
             if length > prefix.length:
                 continue
-            resources = self.labels_by_resource.get(IpcacheKey(SCOPE_STATIC, Prefix.masked(prefix.address, length)))
-            if resources is None:
+            labels = self._union(IpcacheKey(SCOPE_STATIC, Prefix.masked(prefix.address, length)))
+            if labels is None:
                 continue
-            labels = NO_LABELS.union(*resources.values())
             named = frozenset(label for label in labels if label.startswith("cidr:"))
             others = labels - named
             if length == prefix.length == len(prefix.address) * 8 and others:

@@ -20,9 +20,9 @@ from agent.core.ipcache import Ipcache
 from agent.core.names import PatternIndex
 from agent.core.records import PairGone, PairRecord, Record
 from agent.core.rules import Fqdn
-from agent.core.selectors import FqdnSelector, address_label
+from agent.core.selectors import FqdnSelector
 from agent.core.tables import RowReference
-from agent.core.types import LABEL_WORLD, Address, IpcacheKey, Label, Prefix
+from agent.core.types import LABEL_WORLD, Address, IpcacheKey, LabelSet, Prefix
 
 
 class Learned(NamedTuple):
@@ -30,6 +30,13 @@ class Learned(NamedTuple):
 
     rows: list[RowReference]
     added: list[Pair]
+
+
+class _Matched(NamedTuple):
+    """Selectors that match a name, in order, and their labels."""
+
+    selectors: tuple[FqdnSelector, ...]
+    labels: LabelSet
 
 
 class NameManager:
@@ -47,6 +54,7 @@ class NameManager:
         self._ipcache = ipcache
         self._identities = identities
         self._selectors_by_name: dict[str, tuple[FqdnSelector, ...]] = {}  # of names in the cache
+        self._matched: dict[tuple[FqdnSelector, ...], _Matched] = {}  # a million names of one pattern share one of these
         self._names_in_order: SortedList[str] = SortedList()  # the same names, reversed label by label
         self.records: list[Record] = []  # what the journal has to learn, since somebody looked
 
@@ -91,15 +99,16 @@ class NameManager:
             # Of a registration that found no room, some of its names may not be in the bags yet.
             names.update(dict.fromkeys(self._known_names_of([selector])))
         self._match_again(names, beyond_bound=True)
+        self._matched = {key: matched for key, matched in self._matched.items() if set(selectors).isdisjoint(key)}
         for selector in selectors:
             assert selector.identity is not None
             self._identities.release(selector.identity)
 
     def rows_of(self, selector: FqdnSelector) -> list[RowReference]:
         return [
-            self._ipcache.reference(IpcacheKey(scope, Prefix.parse(label.removeprefix("cidr:"))))
+            self._ipcache.reference(IpcacheKey(scope, Prefix.of(address)))
             for scope, bag in selector.bags.items()
-            for label in bag
+            for address in bag
         ]
 
     def _known_names_of(self, selectors: Iterable[FqdnSelector]) -> Iterator[str]:
@@ -123,14 +132,21 @@ class NameManager:
 
     def _match(self, name: str) -> tuple[FqdnSelector, ...]:
         matching = [self.selectors[peer] for peer in self._index.matching(name)]
-        return tuple(sorted((s for s in matching if s.takes(name)), key=lambda selector: selector.label))
+        selectors = sorted((s for s in matching if s.takes(name)), key=lambda selector: selector.label)
+        return self._shared(tuple(selectors)).selectors
+
+    def _shared(self, selectors: tuple[FqdnSelector, ...]) -> _Matched:
+        matched = self._matched.get(selectors)
+        if matched is None:
+            matched = self._matched[selectors] = _Matched(selectors, frozenset(selector.label for selector in selectors))
+        return matched
 
     def selectors_of(self, name: str) -> tuple[FqdnSelector, ...]:
         selectors = self._selectors_by_name.get(name)
         return self._match(name) if selectors is None else selectors
 
-    def labels_of(self, name: str) -> frozenset[Label]:
-        return frozenset(selector.label for selector in self.selectors_of(name))
+    def labels_of(self, name: str) -> LabelSet:
+        return self._shared(self.selectors_of(name)).labels
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -171,9 +187,8 @@ class NameManager:
 
     def _evict_one(self, scope: int, name: str, keep: set[Address]) -> None:
         """Over the bound of one name: the address whose lifetime ends first goes, one of the last answer only if all are."""
-        addresses = self.cache.addresses(scope, name)
-        address = min(addresses, key=lambda a: (a in keep, addresses[a].lives_until, a))
-        self.forget(Pair(scope, name, address))
+        pairs = [Pair(scope, name, address) for address in self.cache.addresses(scope, name)]
+        self.forget(min(pairs, key=lambda pair: (pair.address in keep, self.cache.lifetimes[pair].lives_until, pair)))
 
     def _relabel(
         self, pair: Pair, before: tuple[FqdnSelector, ...], after: tuple[FqdnSelector, ...], *, beyond_bound: bool = False
@@ -182,17 +197,14 @@ class NameManager:
         if after and self.guard.forbids(pair.address) is not None:
             after = tuple(selector for selector in after if self._may_hold(selector, pair.address))
         if after:
-            labels = frozenset(selector.label for selector in after)
-            self._ipcache.upsert(key, pair.name, labels, beyond_bound=beyond_bound)
+            self._ipcache.upsert(key, pair.name, self._shared(after).labels, beyond_bound=beyond_bound)
         elif before:
             self._ipcache.remove(key, pair.name)
-        label = address_label(pair.address)
         for selector in before:
             if selector not in after:
-                selector.remove_labels(pair.scope, (label,), pair.name)
+                selector.remove_labels(pair.scope, (pair.address,), pair.name)
         for selector in after:
-            if selector not in before or label not in selector.bags.get(pair.scope, ()):
-                selector.add_labels(pair.scope, (label,), pair.name)
+            selector.add_labels(pair.scope, (pair.address,), pair.name)
 
     def _may_hold(self, selector: FqdnSelector, address: Address) -> bool:
         """Does the address guard let this address through for the selector's policy?"""
@@ -202,10 +214,9 @@ class NameManager:
         """The host's addresses changed: what names say of these is judged again."""
         self.guard = guard
         for address in changed:
-            for scope, known in [key for key in self.cache.names_by_address if key[1] == address]:
-                for name in sorted(self.cache.names_by_address[scope, known]):
-                    selectors = self._selectors_by_name[name]
-                    self._relabel(Pair(scope, name, address), selectors, selectors, beyond_bound=True)
+            for pair in self.cache.pairs_by_address.of(address):
+                selectors = self._selectors_by_name[pair.name]
+                self._relabel(pair, selectors, selectors, beyond_bound=True)
 
     def keep(self, pair: Pair, until: float) -> None:
         """A flow uses the address past its lifetime."""
@@ -222,7 +233,7 @@ class NameManager:
 
     def holds(self, pairs: Iterable[Pair]) -> bool:
         """Is each of these addresses still one of its name's?"""
-        return all(pair.address in self.cache.addresses(pair.scope, pair.name) for pair in pairs)
+        return all(pair in self.cache.lifetimes for pair in pairs)
 
     def take_back(self, added: Iterable[Pair]) -> None:
         """An answer that cannot be released leaves nothing behind."""
@@ -242,18 +253,19 @@ class NameManager:
     @property
     def scopes(self) -> set[int]:
         """Scopes in which anything is known."""
-        return {scope for scope, _ in self.cache.lifetimes}
+        return set(self.cache.addresses_by_scope)
 
-    def copy_scope(self, source: int, target: int, labels: frozenset[Label], now: float) -> None:
+    def copy_scope(self, source: int, target: int, labels: LabelSet, now: float) -> None:
         """An endpoint gets a scope of its own: what its selectors hold in the old one is good in the new one. Raises NoRoom."""
-        for name in [name for name, scopes in self.cache.scopes_by_name.items() if source in scopes]:
+        for name in list(self.cache.addresses_by_scope.get(source, ())):
             if labels & self.labels_of(name):
-                lifetimes = dict(self.cache.addresses(source, name))
-                self.learn(name, [(address, round(life.lives_until - now)) for address, life in lifetimes.items()], target, now)
+                pairs = [Pair(source, name, address) for address in self.cache.addresses(source, name)]
+                ends = [(pair.address, round(self.cache.lifetimes[pair].lives_until - now)) for pair in pairs]
+                self.learn(name, ends, target, now)
 
     def forget_scope(self, scope: int) -> None:
         """Nobody looks into this scope any more."""
-        for name in [name for name, scopes in self.cache.scopes_by_name.items() if scope in scopes]:
+        for name in list(self.cache.addresses_by_scope.get(scope, ())):
             for address in list(self.cache.addresses(scope, name)):
                 self.forget(Pair(scope, name, address))
 

@@ -311,12 +311,11 @@ class Proxy:
 
     def _note(self, transaction: Transaction, now: float) -> None:
         self.history.expire(now)
-        lifetimes = self._names.cache.addresses(
-            self._groups.endpoints[transaction.endpoint].scope, transaction.question.name
-        )
+        scope, name = self._groups.endpoints[transaction.endpoint].scope, transaction.question.name
         for address, _ in transaction.addresses:
-            until = lifetimes[address].lives_until if address in lifetimes else now
-            self.history.note(transaction.question.name, address, transaction.endpoint, transaction.chain, until, now)
+            lifetime = self._names.cache.lifetimes.get(Pair(scope, name, address))
+            until = lifetime.lives_until if lifetime is not None else now
+            self.history.note(name, address, transaction.endpoint, transaction.chain, until, now)
 
     def _is_wanted(self, transaction: Transaction) -> bool:
         """Does a selector of the asking endpoint want the name? Else there is nothing to wait for."""

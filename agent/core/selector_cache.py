@@ -50,15 +50,18 @@ class SelectorCache:
             self.identities_by_selector[selector].add(identity)
         return selectors
 
-    def remove_identity(self, identity: int) -> None:
+    def remove_identity(self, identity: int) -> list[Peer]:
+        """Gives back the selectors that selected it."""
         labels = self._labels_by_identity.pop(identity)
         for label in labels:
             identities = self._identities_by_label[label]
             identities.discard(identity)
             if not identities:
                 del self._identities_by_label[label]
-        for selector in self.selectors_of(labels):
+        selectors = self.selectors_of(labels)
+        for selector in selectors:
             self.identities_by_selector[selector].discard(identity)
+        return selectors
 
     def selectors_of(self, labels: LabelSet) -> list[Peer]:
         """The selectors in use that select this label set."""

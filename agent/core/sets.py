@@ -2,6 +2,8 @@
 
 Rule 1: a set's number is never used again; its rows are written once and never changed.
 Rule 2: a set in preparation and a set in force get the rows of every new identity alike: both are judged by, now or soon.
+Rule 3: what a new identity needs in many sets is computed a slice at a time, between other people's questions; no ipcache row
+names the identity before all of it is in the kernel (`PolicyTable.incomplete`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from agent.core.rules import Peer
 from agent.core.selector_cache import SelectorCache
 from agent.core.tables import PolicyTable, RowReference
 from agent.core.types import IDENTITY_ANY, LabelSet, PolicyKey, PolicyValue
+
+# About 1 ms of work: between two slices the shell looks at its sockets.
+ROWS_AT_ONCE = 128
 
 
 class PolicySet:
@@ -48,7 +53,9 @@ class PolicySets:
         self._table = table
         self._selector_cache = selector_cache
         self._labels_by_identity: dict[int, LabelSet] = {}
+        self._sets_to_fill: dict[int, list[int]] = {}  # identity -> sets that lack its rows, the next one last
         self.next_number = 1
+        self.rows_at_once = ROWS_AT_ONCE
 
     def create(self, compiled: CompiledPolicy) -> PolicySet:
         """A set in preparation: its rows for every identity are asked for. Raises NoRoom, and then there is no such set."""
@@ -98,23 +105,56 @@ class PolicySets:
             self._selector_cache.remove_user(peer, number)
 
     def add_identity(self, identity: int, labels: LabelSet) -> None:
-        """A new identity: every set that selects it gets its rows."""
+        """A new identity: every set that selects it gets its rows, the first ones at once, the others by `go_on`."""
         self._labels_by_identity[identity] = labels
         selectors = self._selector_cache.add_identity(identity, labels)
-        for number in {number for selector in selectors for number in self._selector_cache.users_by_selector[selector]}:
-            self._want_rows(self.by_number[number], identity, selectors)
+        users = {number for selector in selectors for number in self._selector_cache.users_by_selector[selector]}
+        if users:
+            self._sets_to_fill[identity] = sorted(users, reverse=True)
+            self._table.incomplete.add(identity)
+            if len(self._sets_to_fill) == 1:
+                self.go_on()
 
-    def remove_identity(self, identity: int) -> None:
-        """Nothing names or remembers the identity any more."""
-        self._selector_cache.remove_identity(identity)
+    @property
+    def is_behind(self) -> bool:
+        """Is there more for `go_on`?"""
+        return bool(self._sets_to_fill)
+
+    def go_on(self) -> None:
+        """One slice of the rows that new identities lack."""
+        rows_left = self.rows_at_once
+        for identity in list(self._sets_to_fill):
+            selectors = self._selector_cache.selectors_of(self._labels_by_identity[identity])
+            numbers = self._sets_to_fill[identity]
+            while numbers and rows_left > 0:
+                policy_set = self.by_number.get(numbers.pop())
+                if policy_set is not None and identity not in policy_set.rows_by_identity:
+                    rows_left -= self._want_rows(policy_set, identity, selectors)
+            if numbers:
+                return
+            self._complete(identity)
+
+    def _complete(self, identity: int) -> None:
+        if self._sets_to_fill.pop(identity, None) is not None:
+            self._table.incomplete.discard(identity)
+
+    def remove_identity(self, identity: int) -> int:
+        """Nothing names or remembers the identity any more; gives back how many rows go with it."""
+        rows_count = 0
+        selectors = self._selector_cache.remove_identity(identity)
         del self._labels_by_identity[identity]
-        for policy_set in self.by_number.values():
+        self._complete(identity)
+        for number in sorted({number for selector in selectors for number in self._selector_cache.users_by_selector[selector]}):
+            policy_set = self.by_number[number]
             keys = policy_set.rows_by_identity.pop(identity, ())
             policy_set.rows_count -= len(keys)
+            rows_count += len(keys)
             for key in keys:
                 self._table.drop(key)
+        return rows_count
 
-    def _want_rows(self, policy_set: PolicySet, identity: int, peers: Iterable[Peer | None]) -> None:
+    def _want_rows(self, policy_set: PolicySet, identity: int, peers: Iterable[Peer | None]) -> int:
+        """Gives back what it cost, in rows."""
         values = policy_set.compiled.values_by_peer
         rows: dict[Block, PolicyValue] = resolve(pair for peer in peers for pair in values.get(peer, ()))
         keys = tuple(PolicyKey(policy_set.number, identity, *block) for block in rows)
@@ -122,3 +162,4 @@ class PolicySets:
         policy_set.rows_count += len(keys)
         for key, value in zip(keys, rows.values(), strict=True):
             self._table.want(key, value)
+        return 1 + len(keys)

@@ -229,6 +229,7 @@ class PolicyTable(KernelTable):
     def __init__(self, revisions: Revisions) -> None:
         super().__init__(Table.POLICY, revisions)
         self._missing_by_identity: dict[int, set[PolicyKey]] = {}
+        self.incomplete: set[int] = set()  # identities some of whose rows nobody has asked for yet
 
     def want(self, key: Key, value: Value) -> RowReference:
         reference = super().want(key, value)
@@ -244,7 +245,7 @@ class PolicyTable(KernelTable):
         return reference
 
     def has_all_rows_of(self, identity: int) -> bool:
-        return identity not in self._missing_by_identity
+        return identity not in self._missing_by_identity and identity not in self.incomplete
 
     def ended(self, key: Key, before: Row | None, value: Value | None, error: int) -> None:
         assert isinstance(key, PolicyKey)

@@ -91,7 +91,7 @@ class Settings:
 class Datapath:
     """Made by open(). After close() the kernel goes on with what it has."""
 
-    def __init__(self, settings: Settings, loaded: loader.Loaded, gate: Hook, why_not: str) -> None:
+    def __init__(self, settings: Settings, loaded: loader.Loaded, gate: Hook, lock: int, why_not: str) -> None:
         self.settings = settings
         self.is_taken_over = not why_not
         self.why_not = why_not  # why the tables are new: a clause for the log, else empty
@@ -101,6 +101,7 @@ class Datapath:
         self._events = EventRing(loaded.fds_by_map["events"])
         self._attached: set[str] = set()
         self._is_published = self.is_taken_over
+        self._lock = lock
 
     @classmethod
     def open(cls, settings: Settings, *, take_over: bool = False) -> Datapath:
@@ -110,6 +111,17 @@ class Datapath:
         can explain stays open for ever. It may be asked beforehand (pinned_map_id), or found out and closed again.
         """
         code = _bytecode(settings)
+        directory = settings.pin_directory
+        with contextlib.ExitStack() as undo:
+            lock = pins.lock(directory)
+            undo.callback(os.close, lock)
+            undo.callback(pins.remove_if_empty, directory)
+            datapath = cls._open(settings, code, lock, take_over=take_over)
+            undo.pop_all()
+        return datapath
+
+    @classmethod
+    def _open(cls, settings: Settings, code: loader.Bytecode, lock: int, *, take_over: bool) -> Datapath:
         directory = settings.pin_directory
         found: dict[str, int] = {}
         why_not = "those of before are not wanted"
@@ -130,7 +142,7 @@ class Datapath:
             if not had_device:
                 undo.callback(interception.remove, settings.interception_device)
             ifindex = interception.provide(settings.interception_device)
-            datapath = cls(settings, loaded, Hook(settings.device, ifindex, is_ingress=True), why_not)
+            datapath = cls(settings, loaded, Hook(settings.device, ifindex, is_ingress=True), lock, why_not)
             undo.pop_all()
         return datapath
 
@@ -138,6 +150,7 @@ class Datapath:
         """Lets go of everything and changes nothing: pinned programs go on judging by their tables."""
         if not self._is_published:
             pins.remove_new(self.settings.pin_directory)
+        os.close(self._lock)
         self._events.close()
         self._loaded.close()
 
@@ -285,6 +298,8 @@ def cleanup(settings: Settings) -> list[str]:
     In the network namespace of the caller; pins are removed wherever they lead.
     """
     directory = settings.pin_directory
+    if directory.is_dir():
+        os.close(pins.lock(directory))
     found = list(attach.attached(directory))
     for hook in found:
         attach.detach(hook, directory)

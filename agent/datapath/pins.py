@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from agent.datapath import abi, syscall
-from agent.datapath.errors import refused
+from agent.datapath.errors import DatapathError, refused
 from agent.datapath.loader import Bytecode, MapShape
 
 _MAPS: Final = "maps"
@@ -30,6 +31,28 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 1 << 1
 _NO_EXCHANGE: Final = {errno.EINVAL, errno.ENOSYS}
+
+
+def lock(directory: Path) -> int:
+    """Makes the directory and holds it for this process, whose end lets it go; the descriptor is the caller's to close.
+
+    Two agents with one pin directory would take each other's programs off the hooks, each by its own right.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as problem:
+        raise refused(f"use {directory} for pins", problem) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        os.close(fd)
+        raise DatapathError(
+            problem.errno or errno.EBUSY,
+            f"another agent enforces by the pins in {directory}: stop it first, or give this one a `control.socket`, a "
+            "`datapath.pin-directory` and, in the same network namespace, a `datapath.device` of its own",
+        ) from None
+    return fd
 
 
 class UnfitError(Exception):
@@ -113,14 +136,14 @@ def _replace(new: Path, maps: Path) -> None:
 def remove_new(directory: Path) -> None:
     """What a start that took over no hook has left there is of no use to anybody."""
     remove(directory / _MAPS_NEW)
-    _remove_if_empty(directory)
+    remove_if_empty(directory)
 
 
 def remove_all(directory: Path) -> None:
     """Every pin of a table or a program, whoever put it there; and the directory, when nothing of others is in it."""
     for name in (_MAPS, _MAPS_NEW, "links", "filters"):
         remove(directory / name)
-    _remove_if_empty(directory)
+    remove_if_empty(directory)
 
 
 def remove(path: Path) -> None:
@@ -133,6 +156,6 @@ def remove(path: Path) -> None:
     path.rmdir()
 
 
-def _remove_if_empty(directory: Path) -> None:
+def remove_if_empty(directory: Path) -> None:
     with contextlib.suppress(OSError):
         directory.rmdir()

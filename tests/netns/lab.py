@@ -418,7 +418,21 @@ def _remove_leftovers() -> None:
         if found is not None and not Path("/proc", found[1]).exists():
             with contextlib.suppress(LabError):
                 _remove_namespace(path.name)
+    for path in Path("/sys/fs/bpf").glob("nglab*-host"):
+        found = re.match(r"nglab(\d+)-", path.name)
+        if found is not None and not Path("/proc", found[1]).exists():
+            _remove_pins(path)
     for path in Path(tempfile.gettempdir()).glob("namegate-lab-*"):
         owner = path / "owner"
         if owner.exists() and not Path("/proc", owner.read_text()).exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_pins(directory: Path) -> None:
+    """rmtree would open what is pinned; a pin is a name, and unlinking it is enough."""
+    for path, directories, files in os.walk(directory, topdown=False):
+        for name in files:
+            Path(path, name).unlink(missing_ok=True)
+        for name in directories:
+            Path(path, name).rmdir()
+    directory.rmdir()
