@@ -11,6 +11,7 @@ import click
 
 from agent.cli.environment import Sentence, Session, with_examples
 from agent.cli.rows import Column, Row, cell_as_text, rows_as_text
+from agent.control import ControlError
 
 _FORMATS = ("table", "json", "yaml")
 _output = click.option(
@@ -164,12 +165,24 @@ def status(context: click.Context, output: str) -> None:
     """Is everything that the policies say in the kernel? Exit code 1: no, and the reasons say why."""
     session: Session = context.obj
     session.require_root("status", "it asks the agent through a socket for root")
-    answer = session.ask("status")
+    try:
+        answer = session.ask("status")
+    except ControlError as error:
+        raise Sentence(error.sentence + _still_enforced()) from None
     if not isinstance(answer, dict):
         raise Sentence("the agent's answer to `status` is not understood: is it of another release?")
     click.echo(_status_as_text(answer) if output == "table" else _encoded(answer, output), nl=False)
     if answer.get("state") != "enforcing":
         context.exit(1)
+
+
+def _still_enforced() -> str:
+    """The agent may be gone, but its programs stay."""
+    from agent.config import DatapathSettings
+
+    links = DatapathSettings().pin_directory / "links"
+    interfaces = sorted({pin.name.rpartition("-")[0] for pin in links.glob("*-*")} - {DatapathSettings().device})
+    return f"; the kernel goes on enforcing on {', '.join(interfaces)}" if interfaces else ""
 
 
 def _status_as_text(answer: Mapping[str, object]) -> str:

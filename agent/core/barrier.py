@@ -60,15 +60,19 @@ class Barriers:
         removes one needs only that the change was made).
         """
         barrier = Barrier(must_be_present=must_be_present)
+        self.add(barrier, references)
+        return barrier
+
+    def add(self, barrier: Barrier, references: Iterable[RowReference]) -> None:
+        """Wait for these as well."""
         for reference in references:
             table = self._tables[reference.table]
-            if must_be_present and reference.key not in table.desired:
+            if barrier.must_be_present and reference.key not in table.desired:
                 barrier.error = f"{reference.table} row {row_text(reference.key)} was withdrawn"
             elif not table.is_settled(reference):
                 key = (reference.table, reference.key)
                 barrier.missing.add(key)
                 self._waiting.setdefault(key, []).append((barrier, reference.revision))
-        return barrier
 
     def row_settled(self, table: Table, key: Key, revision: int, *, is_present: bool) -> None:
         """The kernel acknowledged the change that was asked for at this revision.

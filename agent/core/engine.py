@@ -188,7 +188,7 @@ class Engine:
             self.groups.next_deadline(),
             self._next_pass_at,
             None if self.proxy.is_started else self._start_by,
-            _AT_ONCE if self.sets.is_behind or self._retired is not None else None,
+            _AT_ONCE if self.sets.is_behind or self.groups.is_behind or self._retired is not None else None,
         )
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -299,6 +299,7 @@ class Engine:
         for pair in self.dns_cache.due(now, ENDS_AT_ONCE):
             self._end_of_life(pair, now)
         self.sets.go_on()
+        self.groups.go_on()
         self._retire()
         if self._next_pass_at is not None and now >= self._next_pass_at and self._pass is None:
             self._begin_pass(now)

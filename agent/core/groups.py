@@ -1,6 +1,7 @@
 """Groups and the flip: how policies change without a moment that neither the old nor the new one allows.
 
     begin    compile; register new selectors and prefixes; new sets' rows for every identity; new groups' rows
+    go on    names known already get the new selectors' labels, a slice at a time
              wait: all of that is realized, and every ipcache row that changed by it
     flip     one row of `groups` for each group whose set changes, one of `endpoints` for each endpoint that moves
              wait: realized; from here the questions are judged by the new policies too
@@ -77,6 +78,8 @@ class _Plan:
     prefixes_of: list[CompiledPolicy] = field(default_factory=list)  # with new_sets and fqdns: what to take back if it fails
     fqdns: list[Fqdn] = field(default_factory=list)
     barrier: Barrier = field(default_factory=lambda: Barrier(must_be_present=False))
+    no_room: str | None = None  # what the names known already lacked
+    has_copied: bool = False
     is_flipping: bool = False
 
 
@@ -176,7 +179,23 @@ class Groups:
         """Is there something to do that waits for nobody?"""
         if self._plan is None:
             return self._requested is not None or self._is_stale
-        return self._plan.barrier.is_over
+        plan = self._plan
+        return plan.no_room is not None or (plan.barrier.is_over and not (self._names.is_coming and plan.barrier.is_met))
+
+    @property
+    def is_behind(self) -> bool:
+        """Is there more for `go_on`?"""
+        return self._names.is_coming or self._names.is_leaving
+
+    def go_on(self) -> None:
+        """One slice of what selectors that came or went mean for names that are known."""
+        if self._plan is None or not self._names.is_coming:
+            self._names.match_gone()
+            return
+        try:
+            self._reconciler.barriers.add(self._plan.barrier, self._names.match_coming())
+        except NoRoom as error:
+            self._plan.no_room = str(error)
 
     def step(self, now: float) -> Outcome:
         """Go on as far as the kernel's answers allow."""
@@ -190,16 +209,24 @@ class Groups:
             self._requested, self._tickets = None, []
             self._is_stale, self._try_again_at = False, None
             try:
-                self._begin(plan, now)
+                self._begin(plan)
             except NoRoom as error:
                 return self._abort(plan, str(error), now)
             self._plan = plan
         if not plan.is_flipping:
-            waiting = plan.barrier
-            if not waiting.is_over:
+            error_text = plan.no_room or plan.barrier.error
+            if error_text is not None:
+                return self._abort(plan, error_text, now)
+            if self._names.is_coming or not plan.barrier.is_met:
                 return Outcome()
-            if waiting.error is not None:
-                return self._abort(plan, waiting.error, now)
+            if not plan.has_copied:
+                plan.has_copied = True
+                try:
+                    self._copy_scopes(plan, now)
+                except NoRoom as error:
+                    return self._abort(plan, str(error), now)
+                if not plan.barrier.is_met:
+                    return Outcome()
             self._flip(plan)
         if plan.barrier.error is not None:
             # Some endpoints may be judged by the new policies already, so there is no way back: the rows are tried on, and who
@@ -210,7 +237,7 @@ class Groups:
             return outcome
         return self._finish(plan, now) if plan.barrier.is_met else Outcome()
 
-    def _begin(self, plan: _Plan, now: float) -> None:
+    def _begin(self, plan: _Plan) -> None:
         revision = self._reconciler.revisions.last
         labels = [endpoint.added.labels for endpoint in self.endpoints.values()]
         compiled_by_key: dict[tuple[frozenset[int], bool], CompiledPolicy] = {}
@@ -254,10 +281,6 @@ class Groups:
                 number = group.number
                 del unclaimed[number]
             self._assign(plan, Group(number, policy_set, compiled), numbers)
-        for number, scope in plan.scopes.items():
-            target = plan.groups[number].compiled
-            if scope not in (SCOPE_SHARED, self.endpoints[number].scope):
-                self._names.copy_scope(SCOPE_SHARED, scope, target.fqdn_labels, now)
         rows = [row for policy_set in plan.new_sets for row in self._sets.rows(policy_set)]
         for table in (
             self._reconciler.ipcache,
@@ -277,6 +300,14 @@ class Groups:
             static = [key for key in table.pending if isinstance(key, IpcacheKey) and key.scope == SCOPE_STATIC]
             rows += [table.reference(key) for key in static]
         plan.barrier = self._reconciler.barriers.take(rows)
+
+    def _copy_scopes(self, plan: _Plan, now: float) -> None:
+        """Endpoints that get a scope of their own find in it what their selectors hold. Raises NoRoom."""
+        for number, scope in plan.scopes.items():
+            endpoint = self.endpoints.get(number)
+            if endpoint is not None and scope not in (SCOPE_SHARED, endpoint.scope):
+                labels = plan.groups[number].compiled.fqdn_labels
+                self._reconciler.barriers.add(plan.barrier, self._names.copy_scope(SCOPE_SHARED, scope, labels, now))
 
     def _register(self, plan: _Plan, compiled: list[CompiledPolicy]) -> None:
         """Everything the new sets name, before any of them is built: so each row is resolved once. Raises NoRoom."""
@@ -371,6 +402,7 @@ class Groups:
     def _abort(self, plan: _Plan, error: str, now: float) -> Outcome:
         """Nothing in force was touched: what was prepared goes, the policies in force stay."""
         self._reconciler.barriers.cancel(plan.barrier)
+        self._names.stop_coming()
         for number in plan.new_sets:
             self._sets.retire(number)
         self._names.unregister(*plan.fqdns)

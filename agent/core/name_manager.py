@@ -8,7 +8,9 @@ A name no selector wants is remembered, so that a selector that comes later find
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
@@ -25,6 +27,10 @@ from agent.core.tables import RowReference
 from agent.core.types import LABEL_WORLD, Address, IpcacheKey, LabelSet, Prefix
 
 
+# About 2 ms of matching and labels: between two slices the shell looks at its sockets.
+PAIRS_AT_ONCE = 32
+
+
 class Learned(NamedTuple):
     """What an answer led to: the rows its addresses need, and the pairs that are new by it."""
 
@@ -37,6 +43,14 @@ class _Matched(NamedTuple):
 
     selectors: tuple[FqdnSelector, ...]
     labels: LabelSet
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Known names in order, spelt backwards, from the first to the last: still to be matched again."""
+
+    first: str
+    last: str
 
 
 class NameManager:
@@ -56,12 +70,18 @@ class NameManager:
         self._selectors_by_name: dict[str, tuple[FqdnSelector, ...]] = {}  # of names in the cache
         self._matched: dict[tuple[FqdnSelector, ...], _Matched] = {}  # a million names of one pattern share one of these
         self._names_in_order: SortedList[str] = SortedList()  # the same names, reversed label by label
+        self._coming: deque[_Stretch] = deque()
+        self._gone: deque[_Stretch] = deque()
+        self.pairs_at_once = PAIRS_AT_ONCE
         self.records: list[Record] = []  # what the journal has to learn, since somebody looked
 
     # --- selectors ---------------------------------------------------------------------------------------------------
 
-    def register(self, *peers: Fqdn) -> list[RowReference]:
-        """One user more for each; gives back the rows of what they hold already. Raises NoRoom, and then nothing changed."""
+    def register(self, *peers: Fqdn) -> Iterator[RowReference]:
+        """One user more for each; gives back the rows of what they hold. Raises NoRoom, and then nothing changed.
+
+        Where many names are known it takes a while: until `is_coming` is false, `match_coming` goes on with it.
+        """
         new: list[FqdnSelector] = []
         try:
             for peer in dict.fromkeys(peers):
@@ -71,64 +91,111 @@ class NameManager:
                     self.selectors[peer] = selector
                     self._index.add(peer.pattern, peer)
                     new.append(selector)
-            self._match_again(self._known_names_of(new))
         except NoRoom:
             self._end(new)
             raise
         for peer in peers:
             self.selectors[peer].users += 1
-        return [row for peer in dict.fromkeys(peers) for row in self.rows_of(self.selectors[peer])]
+        self._coming += self._stretches(new)
+        try:
+            self.match_coming()
+        except NoRoom:
+            self.stop_coming()
+            self.unregister(*peers)
+            raise
+        return (row for peer in dict.fromkeys(peers) for row in self._rows_of(self.selectors[peer]))
 
     def unregister(self, *peers: Fqdn) -> list[RowReference]:
-        """One user less for each; gives back the rows that change by it."""
+        """One user less for each; gives back the rows that change by it, as far as `match_gone` is not needed for more."""
         ended: list[FqdnSelector] = []
         for peer in peers:
             selector = self.selectors[peer]
             selector.users -= 1
             if not selector.users:
                 ended.append(selector)
-        rows = [row for selector in ended for row in self.rows_of(selector)]
-        self._end(ended)
-        return [self._ipcache.reference(row.key) for row in rows]
+        return self._end(ended)
 
-    def _end(self, selectors: Iterable[FqdnSelector]) -> None:
-        names: dict[str, None] = {}
+    def _end(self, selectors: list[FqdnSelector]) -> list[RowReference]:
         for selector in selectors:
             del self.selectors[selector.peer]
             self._index.remove(selector.peer.pattern, selector.peer)
-            # Of a registration that found no room, some of its names may not be in the bags yet.
-            names.update(dict.fromkeys(self._known_names_of([selector])))
-        self._match_again(names, beyond_bound=True)
-        self._matched = {key: matched for key, matched in self._matched.items() if set(selectors).isdisjoint(key)}
-        for selector in selectors:
             assert selector.identity is not None
             self._identities.release(selector.identity)
+        self._gone += self._stretches(selectors)
+        return self.match_gone()
 
-    def rows_of(self, selector: FqdnSelector) -> list[RowReference]:
-        return [
-            self._ipcache.reference(IpcacheKey(scope, Prefix.of(address)))
-            for scope, bag in selector.bags.items()
-            for address in bag
-        ]
+    def _rows_of(self, selector: FqdnSelector) -> Iterator[RowReference]:
+        for scope, bag in selector.bags.items():
+            for address in bag:
+                yield self._ipcache.reference(IpcacheKey(scope, Prefix.of(address)))
 
-    def _known_names_of(self, selectors: Iterable[FqdnSelector]) -> Iterator[str]:
-        """Names in the cache that these may match: below the literal suffix of each, found without looking at the others."""
+    # --- selectors and what is known -----------------------------------------------------------------------------------
+
+    @property
+    def is_coming(self) -> bool:
+        """Are there known names whose labels lack a new selector's?"""
+        return bool(self._coming)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Are there known names that have the label of a selector that is gone?"""
+        return bool(self._gone)
+
+    def match_coming(self) -> list[RowReference]:
+        """One slice of the names that new selectors may match; gives back the rows that change. Raises NoRoom."""
+        return self._match_slice(self._coming, beyond_bound=False)
+
+    def match_gone(self) -> list[RowReference]:
+        """One slice of the names that selectors which are gone may have matched; gives back the rows that change."""
+        rows = self._match_slice(self._gone, beyond_bound=True)
+        if not self._gone:
+            self._matched = {s: m for s, m in self._matched.items() if all(self.selectors.get(x.peer) is x for x in s)}
+        return rows
+
+    def stop_coming(self) -> None:
+        """The new selectors are not to be after all."""
+        self._coming.clear()
+
+    def _stretches(self, selectors: Iterable[FqdnSelector]) -> list[_Stretch]:
+        """Known names below the literal suffix of each, found without looking at the others; none of them twice."""
+        ends = []
         for selector in selectors:
-            if selector.is_exact:
-                if selector.peer.pattern in self._selectors_by_name:
-                    yield selector.peer.pattern
-            else:
-                start = _reversed(selector.suffix)
-                yield from map(_reversed, list(self._names_in_order.irange(start, start + _AFTER_DOT)))
+            first = _reversed(selector.peer.pattern if selector.is_exact else selector.suffix)
+            last = first if selector.is_exact else first + _AFTER_DOT
+            if next(self._names_in_order.irange(first, last), None) is not None:
+                ends.append((first, last))
+        stretches: list[_Stretch] = []
+        for first, last in sorted(ends, key=lambda pair: (pair[0], -len(pair[1]))):
+            # Suffixes are one inside the other or have nothing in common.
+            if not stretches or last > stretches[-1].last:
+                stretches.append(_Stretch(first, last))
+        return stretches
 
-    def _match_again(self, names: Iterable[str], *, beyond_bound: bool = False) -> None:
-        """The selectors of these names may have changed."""
-        for name in names:
-            before, after = self._selectors_by_name[name], self._match(name)
-            if before != after:
-                self._selectors_by_name[name] = after
-                for pair in self.cache.pairs_of(name):
-                    self._relabel(pair, before, after, beyond_bound=beyond_bound)
+    def _match_slice(self, stretches: deque[_Stretch], *, beyond_bound: bool) -> list[RowReference]:
+        rows: list[RowReference] = []
+        left = self.pairs_at_once
+        while stretches:
+            stretch = stretches[0]
+            for backwards in self._names_in_order.irange(stretch.first, stretch.last):
+                if left <= 0:
+                    return rows
+                stretch.first = backwards + "\0"
+                changed = self._match_again(_reversed(backwards), beyond_bound=beyond_bound)
+                left -= 1 + len(changed)
+                rows += changed
+            stretches.popleft()
+        return rows
+
+    def _match_again(self, name: str, *, beyond_bound: bool) -> list[RowReference]:
+        """The selectors of the name may have changed; gives back the rows that change with them."""
+        before, after = self._selectors_by_name[name], self._match(name)
+        if before == after:
+            return []
+        self._selectors_by_name[name] = after
+        pairs = list(self.cache.pairs_of(name))
+        for pair in pairs:
+            self._relabel(pair, before, after, beyond_bound=beyond_bound)
+        return [self._ipcache.reference(IpcacheKey(pair.scope, Prefix.of(pair.address))) for pair in pairs]
 
     def _match(self, name: str) -> tuple[FqdnSelector, ...]:
         matching = [self.selectors[peer] for peer in self._index.matching(name)]
@@ -255,13 +322,15 @@ class NameManager:
         """Scopes in which anything is known."""
         return set(self.cache.addresses_by_scope)
 
-    def copy_scope(self, source: int, target: int, labels: LabelSet, now: float) -> None:
+    def copy_scope(self, source: int, target: int, labels: LabelSet, now: float) -> list[RowReference]:
         """An endpoint gets a scope of its own: what its selectors hold in the old one is good in the new one. Raises NoRoom."""
+        rows: list[RowReference] = []
         for name in list(self.cache.addresses_by_scope.get(source, ())):
             if labels & self.labels_of(name):
                 pairs = [Pair(source, name, address) for address in self.cache.addresses(source, name)]
                 ends = [(pair.address, round(self.cache.lifetimes[pair].lives_until - now)) for pair in pairs]
-                self.learn(name, ends, target, now)
+                rows += self.learn(name, ends, target, now).rows
+        return rows
 
     def forget_scope(self, scope: int) -> None:
         """Nobody looks into this scope any more."""

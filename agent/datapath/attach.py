@@ -111,6 +111,18 @@ def _update_pinned(hook: Hook, program: int, pin: Path) -> bool:
     return False
 
 
+def is_foreign(hook: Hook, directory: Path) -> bool:
+    """Are there programs on the hook, and none that we pinned?"""
+    if any((directory / kind / hook.pin_name).exists() for kind in ("links", "filters")):
+        return False
+    try:
+        return bool(syscall.tcx_programs(hook.ifindex, hook.attach_type))
+    except OSError as problem:
+        if problem.errno in _NO_TCX:
+            return bool(_netlink(lambda netlink: _filter_programs(netlink, hook)))
+        raise refused(f"ask which programs are on the {hook}", problem) from None
+
+
 def detach(hook: Hook, directory: Path) -> None:
     """The hook is as if we had never been there. What is gone already is no error. Raises DatapathError."""
     link_pin = directory / "links" / hook.pin_name

@@ -150,6 +150,7 @@ class Datapath:
         """Lets go of everything and changes nothing: pinned programs go on judging by their tables."""
         if not self._is_published:
             pins.remove_new(self.settings.pin_directory)
+            pins.remove_if_empty(self.settings.pin_directory)
         os.close(self._lock)
         self._events.close()
         self._loaded.close()
@@ -235,6 +236,10 @@ class Datapath:
         has no socket, and its packets are dropped and counted. Only then is the device named to the programs: without the gate
         on it, what is redirected there would be the host's own port 53.
         """
+        if attach.is_foreign(self._gate, self.settings.pin_directory):
+            raise DatapathError(
+                errno.EBUSY, f"{self.settings.device} is in use by another agent: name another `datapath.device`"
+            )
         for key in range(4):
             if key in fds_by_key:
                 self.tables.set_dns_socket(key, fds_by_key[key])

@@ -98,7 +98,6 @@ def pin_new(directory: Path, layout: str, fds: Mapping[str, int]) -> None:
     remove_new(directory)
     place = directory / _MAPS_NEW / layout
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o755)
         place.parent.mkdir(mode=0o700)
         place.mkdir(mode=0o700)
         for name in abi.KEPT_MAPS:
@@ -134,9 +133,8 @@ def _replace(new: Path, maps: Path) -> None:
 
 
 def remove_new(directory: Path) -> None:
-    """What a start that took over no hook has left there is of no use to anybody."""
+    """What a start that took over no hook has left there is of no use to anybody. The directory itself is the lock."""
     remove(directory / _MAPS_NEW)
-    remove_if_empty(directory)
 
 
 def remove_all(directory: Path) -> None:

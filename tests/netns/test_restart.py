@@ -180,6 +180,31 @@ def test_a_foreign_journal_is_refused_and_left_alone(lab: Lab, agent: RunningAge
     assert [row["name"] for row in agent.ask("names")] == ["n15.a.test."]
 
 
+def test_a_second_agent_is_refused_and_the_first_one_goes_on(lab: Lab, agent: RunningAgent, tmp_path: Path) -> None:
+    """With its socket, with its pins, with its device: one sentence each, and nothing of the first one is touched."""
+    assert ask(lab, "n16.a.test").status == "NOERROR"
+    first = agent.configuration.read_text()
+    socket, pins = str(agent.directory / "run" / "control.sock"), str(agent.pins)
+    other = (str(tmp_path / "other" / "control.sock"), f"{pins}-other")
+    for text, wanted in (
+        (first, "an agent is already running"),
+        (first.replace(socket, other[0]), "another agent enforces by the pins in"),
+        (first.replace(socket, other[0]).replace(pins, other[1]), "ng-gate is in use by another agent"),
+    ):
+        configuration = tmp_path / "second.yaml"
+        configuration.write_text(text)
+        # One that is not refused would run for ever.
+        command = ("timeout", "15", sys.executable, "-m", "agent", "agent", "-c", configuration)
+        done = lab.run(lab.host, *command, check=False)
+        assert (done.returncode, wanted in done.stderr) == (2, True), done.stderr
+        assert "Traceback" not in done.stderr
+    assert agent.status()["state"] == "enforcing"
+    assert connect(lab, "198.51.100.16") == "connected"
+    assert connect(lab, "198.51.100.30") == "connection refused"
+    assert ask(lab, "n17.a.test").status == "NOERROR"
+    assert not Path(other[1]).exists()
+
+
 def test_killed_at_random_moments_under_load(lab: Lab, agent: RunningAgent) -> None:
     """Ten times, while names are asked: what a client was given connects, then and after the next start."""
     chance = random.Random(7)
