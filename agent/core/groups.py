@@ -217,7 +217,7 @@ class Groups:
             error_text = plan.no_room or plan.barrier.error
             if error_text is not None:
                 return self._abort(plan, error_text, now)
-            if self._names.is_coming or not plan.barrier.is_met:
+            if self._names.is_coming:
                 return Outcome()
             if not plan.has_copied:
                 plan.has_copied = True
@@ -225,8 +225,8 @@ class Groups:
                     self._copy_scopes(plan, now)
                 except NoRoom as error:
                     return self._abort(plan, str(error), now)
-                if not plan.barrier.is_met:
-                    return Outcome()
+            if not plan.barrier.is_met:
+                return Outcome()
             self._flip(plan)
         if plan.barrier.error is not None:
             # Some endpoints may be judged by the new policies already, so there is no way back: the rows are tried on, and who

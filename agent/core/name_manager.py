@@ -26,7 +26,6 @@ from agent.core.selectors import FqdnSelector
 from agent.core.tables import RowReference
 from agent.core.types import LABEL_WORLD, Address, IpcacheKey, LabelSet, Prefix
 
-
 # About 2 ms of matching and labels: between two slices the shell looks at its sockets.
 PAIRS_AT_ONCE = 32
 

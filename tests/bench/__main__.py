@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.bench import BENCHES
-from tests.bench.harness import Result, as_text, machine, measure
+from tests.bench.harness import ROUNDS_JUDGED_MIN, Figure, Result, as_text, figure_text, judge, machine
 
 
 def main() -> int:
@@ -42,7 +42,8 @@ def main() -> int:
     before = machine()
     print(f"{before['cpu']}, {before['processors']} processors, kernel {before['kernel']}, Python {before['python']}")
     print(f"load average {before['load_average']}; CPU time of this process, median (smallest to largest round)\n")
-    results: dict[str, list[Result]] = {}
+    results: dict[str, list[Result | Figure]] = {}
+    over: list[str] = []
     for bench in chosen:
         if bench.needs_root and not is_root:
             print(f"{bench.name}: not run, needs root\n")
@@ -50,9 +51,11 @@ def main() -> int:
         with bench.races() as races:
             results[bench.name] = []
             for race in races:
-                result = measure(race, arguments.rounds)
+                result = race if isinstance(race, Figure) else judge(race, arguments.rounds)
                 results[bench.name].append(result)
-                print(as_text(result), end="\n\n", flush=True)
+                print(figure_text(result) if isinstance(result, Figure) else as_text(result), end="\n\n", flush=True)
+                if result.is_over and arguments.rounds >= ROUNDS_JUDGED_MIN:
+                    over.append(f"{bench.name}: {result.title}")
     if arguments.json:
         document = {
             "machine": before,
@@ -61,7 +64,9 @@ def main() -> int:
             "benches": {name: [asdict(result) for result in found] for name, found in results.items()},
         }
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    for title in over:
+        print(f"over its bound: {title}", file=sys.stderr)
+    return 1 if over else 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.bench import BENCHES
-from tests.bench.harness import ROUND_NS, Bench, Contestant, Race, as_text, measure
+from tests.bench.harness import ROUND_NS, Bench, Contestant, Figure, Race, as_text, judge, measure
 
 
 class Track:
@@ -43,14 +43,36 @@ def test_a_race_gives_medians_ranges_and_ratios_of_the_same_round() -> None:
     assert all(len(line) <= 80 for line in as_text(result).splitlines())
 
 
+def test_a_bound_is_passed_by_the_median_of_every_try() -> None:
+    """What is four times as dear is over a bound of three, and not over one of five; its preparation counts for nothing."""
+    prepared: list[int] = []
+
+    def work(count: int) -> None:
+        sum(range(count * 1_000))
+
+    def four_times(count: int) -> None:
+        sum(range(count * 4_000))
+
+    contestants = [Contestant("one", work), Contestant("four", four_times, lambda count: prepared.append(sum(range(10**5))))]
+    assert judge(Race("x", "one", contestants, ratio_max=3), 3).is_over
+    assert not judge(Race("x", "one", contestants, ratio_max=5), 3).is_over
+    assert prepared
+
+
 @pytest.mark.parametrize(
-    "bench", [pytest.param(b, id=b.name, marks=[pytest.mark.root] if b.needs_root else []) for b in BENCHES]
+    "bench",
+    [pytest.param(b, id=b.name, marks=[pytest.mark.root] if b.needs_root else []) for b in BENCHES if not b.is_long],
 )
 def test_every_bench_opens_and_its_contestants_run(bench: Bench) -> None:
     """A bench asserts that both sides do the same before it gives them; here each runs a few times."""
     with bench.races() as races:
-        assert races
-        for race in races:
+        found = list(races)
+        assert found
+        for race in found:
+
+
+            if isinstance(race, Figure):
+                continue
             assert race.reference in {contestant.name for contestant in race.contestants}
             for contestant in race.contestants:
                 contestant.run(3)

@@ -247,8 +247,8 @@ class Simulation:
         self.is_sound = True
 
     def _follow_pairs(self) -> None:
-        lifetimes, pending = self.engine.dns_cache.lifetimes, self.engine.reconciler.ipcache.pending
-        pairs = frozenset((scope, name, address) for (scope, name), held in lifetimes.items() for address in held)
+        pairs: Pairs = frozenset(self.engine.dns_cache.lifetimes)
+        pending = self.engine.reconciler.ipcache.pending
         waiting = {(key.scope, key.prefix.address) for key in pending if isinstance(key, IpcacheKey)}
         unsettled = frozenset(pair for pair in pairs | self._pairs | self.lingering if (pair[0], pair[2]) in waiting)
         self.lingering = ((self.lingering | self._pairs) - pairs) & unsettled
@@ -293,6 +293,7 @@ class Simulation:
         named = {identity for identity in kernel[Table.IPCACHE].values() if isinstance(identity, int)}
         for identity in named | self.world.remembered:
             assert identity in self.labels_by_number, f"I4: the kernel names identity {identity}, which never was"
+            assert identity not in self.engine.reconciler.policy.incomplete, f"I2: {identity} is named too early"
             for number in sets:
                 policy_set = self.engine.sets.by_number.get(number)
                 for key in policy_set.rows_by_identity.get(identity, ()) if policy_set is not None else ():
@@ -353,6 +354,9 @@ class Simulation:
         assert not barriers._waiting, "somebody waits for a row that is settled"
         assert not barriers.over
         assert not engine._ending, "a lifetime's end is never looked at"
+        assert not engine.sets.is_behind
+        assert not engine.groups.is_behind
+        assert not engine.reconciler.policy.incomplete
         assert engine.groups._plan is None
         assert engine.groups._requested is None
         assert not engine.groups._retiring
@@ -373,9 +377,9 @@ class Simulation:
         assert engine.names.selectors.keys() == wanted
         for selector in engine.names.selectors.values():
             for scope, bag in selector.bags.items():
-                for label, names in bag.items():
-                    held = {n for s, n, a in self._pairs if s == scope and label == f"cidr:{Prefix.of(a)}"}
-                    assert names == {n for n in held if takes(selector.peer.pattern, selector.peer.excepts, n)}
+                for address in bag:
+                    held = {n for s, n, a in self._pairs if s == scope and a == address}
+                    assert set(bag.of(address)) == {n for n in held if takes(selector.peer.pattern, selector.peer.excepts, n)}
         assert engine.names._selectors_by_name.keys() == {name for _, name, _ in self._pairs}
 
 
@@ -388,10 +392,14 @@ class Histories(RuleBasedStateMachine):
     known_bad: frozenset[KnownBad] = frozenset()
 
     @initialize(
-        policies=st.lists(st.just(allow("*.example.")) | POLICIES, max_size=2), identities_max=st.sampled_from((12, 16_384))
+        policies=st.lists(st.just(allow("*.example.")) | POLICIES, max_size=2),
+        identities_max=st.sampled_from((12, 16_384)),
+        in_slices=st.booleans(),
     )
-    def start(self, policies: list[Policy], identities_max: int) -> None:
+    def start(self, policies: list[Policy], identities_max: int, in_slices: bool) -> None:
         self.sim = Simulation(self.known_bad, identities_max)
+        if in_slices:
+            self.sim.engine.sets.rows_at_once = self.sim.engine.names.pairs_at_once = 1
         self.world = self.sim.world
         self.endpoints_used = {1, 2}
         self.last_reply: tuple[int, str, set[Address]] | None = None

@@ -6,7 +6,7 @@ Five kinds of change give back something to wait for; each keeps each of the fou
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -38,7 +38,7 @@ class Change:
         return self.name
 
 
-def rows_of(world: World, rows: list[RowReference]) -> State:
+def rows_of(world: World, rows: Iterable[RowReference]) -> State:
     barrier = world.engine.reconciler.barriers.take(rows)
     world.handle(Tick())
     return lambda: barrier.error or ("done" if barrier.is_met else "waiting")
