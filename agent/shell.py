@@ -29,7 +29,7 @@ from agent.core.events import (
     AskUpstream,
     Attach,
     Detach,
-    EndpointAdded,
+    EndpointRemoved,
     Event,
     Fact,
     FlowsSeen,
@@ -63,6 +63,9 @@ from agent.dns.sockets import Listeners
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
 from agent.documents.remarks import PolicyError
+from agent.host.endpoints import HostEndpoints
+from agent.host.interfaces import Interfaces
+from agent.host.watch import NetworkWatch
 from agent.injection import Injection, row_of
 from agent.policy.files import read_policies
 from agent.state import Journal
@@ -77,6 +80,8 @@ DROPS_KEPT = 10_000
 
 # Compacted when three of four lines say nothing any more: then it costs one line for each that is appended.
 JOURNAL_GROWTH = 4
+# A host whose routes change all the time is looked at five times a second, not all the time.
+LOOK_AGAIN_AFTER_S = 0.2
 JOURNAL_SLACK_LINES = 10_000
 
 _START = object()  # ticket of the policies of the start
@@ -92,8 +97,8 @@ class Start:
     """All that is known at start. records: of the process before, None where its tables were not taken over."""
 
     records: tuple[Record, ...] | None
-    host_addresses: frozenset[Address]
-    endpoints: Sequence[EndpointAdded]
+    interfaces: Interfaces
+    endpoints: HostEndpoints
     policies: tuple[Policy, ...]
 
 
@@ -118,6 +123,12 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._tickets: dict[Hashable, asyncio.Future[str | None]] = {}
         self._drops: collections.deque[Row] = collections.deque(maxlen=DROPS_KEPT)
+        self._host_endpoints = HostEndpoints(())
+        self._host_addresses: frozenset[Address] = frozenset()
+        self._missing: dict[str, str] = {}  # interface -> why it is not there
+        self._watch: NetworkWatch | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._must_look_again = False
         self._injection = Injection()
         self._trace: IO[str] | None = config.testing.trace.open("w") if config.testing.trace is not None else None
         self._started_at = dt.datetime.now(dt.UTC)
@@ -129,13 +140,20 @@ class Shell:
         self._loop.add_reader(self._datapath.events_fd, self._read_events)
         if start.records is not None:
             self._take([Restored(start.records, self._datapath.rows())])
-        self._take([HostAddresses(start.host_addresses), *start.endpoints, PoliciesChanged(start.policies, _START)])
+        self._host_endpoints = start.endpoints
+        self._compare(start.interfaces)
+        self._take([PoliciesChanged(start.policies, _START)])
         self._take([SourceReported(source) for source in sorted(SOURCES)])
+        self._watch = NetworkWatch(self._loop, self._look_around)
 
     def close(self) -> None:
         """The kernel goes on enforcing."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._watch is not None:
+            self._watch.close()
+        if self._looking is not None:
+            self._looking.cancel()
         self._loop.remove_reader(self._datapath.events_fd)
         self._upstreams.close()
         self._listeners.close()
@@ -279,6 +297,46 @@ class Shell:
         else:
             log.info("%s", _sentence(fact))
 
+    # --- interfaces that come and go -------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """The network changed: look what is there, without holding up DNS. One look at a time."""
+        if self._looking is not None:
+            self._must_look_again = True
+            return
+        self._looking = self._loop.create_task(self._look())
+
+    async def _look(self) -> None:
+        try:
+            while True:
+                self._must_look_again = False
+                try:
+                    self._compare(await asyncio.to_thread(Interfaces))
+                except OSError as error:
+                    log.warning("the network cannot be looked at (%s): trying again", error)
+                    self._must_look_again = True
+                if not self._must_look_again:
+                    break
+                await asyncio.sleep(LOOK_AGAIN_AFTER_S)
+        finally:
+            self._looking = None
+
+    def _compare(self, interfaces: Interfaces) -> None:
+        """Tell the engine what came and what went."""
+        present = self._host_endpoints.look(interfaces)
+        for interface, reason in present.missing.items():
+            if interface not in self._missing:
+                log.warning("%s is not enforced: %s", interface, reason)
+        self._missing = present.missing
+        events: list[Event] = []
+        if interfaces.host_addresses() != self._host_addresses:
+            self._host_addresses = interfaces.host_addresses()
+            events.append(HostAddresses(self._host_addresses))
+        known = self._engine.groups.endpoints
+        events += [EndpointRemoved(number) for number in known if number not in present.by_number]
+        events += [added for number, added in present.by_number.items() if number not in known]
+        self._take(events)
+
     # --- drops -----------------------------------------------------------------------------------------------------------
 
     def _read_events(self) -> None:
@@ -323,6 +381,7 @@ class Shell:
         listings = Listings(self._engine, now())
         reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
         endpoints = self._endpoint_rows()
+        reasons += list(self._missing.values())
         reasons += [f"{row['interface']}: {row['state']}" for row in endpoints if row["state"] not in {ENFORCING, OPEN}]
         if self._datapath.gate_state() is not HookState.FIRST:
             reasons.append(f"{self._config.datapath.device}: the program that takes DNS over is not there, or not the first")

@@ -9,26 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import resource
 import signal
 import sys
-from collections.abc import Iterable
 
-from agent.config import Config, Learn, policy_files
+from agent.config import Config, policy_files
 from agent.control import ControlError
 from agent.control.lock import AgentLock
 from agent.control.server import ControlServer
-from agent.core.events import (
-    EndpointAdded,
-)
-from agent.core.records import EndpointRecord, Record
 from agent.datapath.datapath import Datapath, pinned_map_id
 from agent.datapath.datapath import Settings as DatapathSettings
 from agent.datapath.errors import DatapathError
 from agent.documents.remarks import PolicyError
-from agent.host.interfaces import InterfaceMissing, Interfaces
+from agent.host.endpoints import HostEndpoints
+from agent.host.interfaces import Interfaces
 from agent.policy.files import read_policies
 from agent.shell import Shell, Start
 from agent.state import Journal, StateError, read_journal
@@ -60,14 +55,9 @@ def run(config: Config) -> int:
                     log.info("names are learned anew: %s", why)
                 records = None
             journal = stack.enter_context(contextlib.closing(Journal(journal_path, datapath.policy_map_id, records or ())))
-            start = Start(
-                records=records,
-                host_addresses=interfaces.host_addresses(),
-                endpoints=_endpoints(config, interfaces, records or ()),
-                policies=tuple(policies),
-            )
+            start = Start(records, interfaces, HostEndpoints(config.endpoints, records or ()), tuple(policies))
             return asyncio.run(_serve(config, start, datapath, journal, lock))
-    except (ControlError, PolicyError, InterfaceMissing, DatapathError, StateError) as error:
+    except (ControlError, PolicyError, DatapathError, StateError) as error:
         print(f"namegate: {error}", file=sys.stderr)
         return 2
     finally:
@@ -121,36 +111,3 @@ async def _serve(
     finally:
         await server.close()
         shell.close()
-
-
-def _endpoints(config: Config, interfaces: Interfaces, records: Iterable[Record]) -> list[EndpointAdded]:
-    """An interface that was an endpoint before keeps its number, by which its flows are known."""
-    known = {(record.interface, record.ifindex): record.endpoint for record in records if isinstance(record, EndpointRecord)}
-    fresh = itertools.count(max(known.values(), default=0) + 1)
-    endpoints = []
-    for endpoint in config.endpoints:
-        ifindex = interfaces.ifindex(endpoint.interface)
-        number = known.get((endpoint.interface, ifindex))
-        if number is None:
-            number = next(fresh)
-        addresses = frozenset(endpoint.addresses) or (
-            interfaces.addresses_on(ifindex) if endpoint.orientation else interfaces.addresses_behind(ifindex)
-        )
-        if not addresses:
-            raise InterfaceMissing(
-                f"{config.file}:{endpoint.line}: {endpoint.interface} needs `addresses`: the host has no route to a single "
-                "address through it"
-            )
-        endpoints.append(
-            EndpointAdded(
-                number,
-                endpoint.interface,
-                ifindex,
-                endpoint.labels,
-                tuple(sorted(addresses)),
-                endpoint.orientation,
-                audit=endpoint.audit,
-                isolated=endpoint.learn is Learn.PER_ENDPOINT,
-            )
-        )
-    return endpoints

@@ -321,7 +321,7 @@ class Engine:
             if event.at is not None:
                 last = lifetime.lives_until + self.settings.keep_past_lifetime_s
                 kept_until = max(kept_until, min(event.at + self.settings.keep_while_flow_seen_s, last))
-            if kept_until > now:
+            if kept_until >= now:  # an end is inclusive
                 self.names.keep(pair, kept_until)
             else:
                 self.names.forget(pair)

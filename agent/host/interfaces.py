@@ -1,6 +1,6 @@
 """What the host's network says about itself: its addresses, and who lives behind an interface.
 
-Netlink through pyroute2, synchronously: only before the loop starts.
+Netlink through pyroute2, synchronously: before the loop starts, or in a thread beside it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ class InterfaceMissing(Exception):
 
 
 class Interfaces:
-    """One look at interfaces, addresses and routes of the network namespace the agent runs in."""
+    """One look at interfaces, addresses and routes of the network namespace the agent runs in. Raises OSError."""
 
     def __init__(self) -> None:
         from pyroute2 import IPRoute
+        from pyroute2.netlink.exceptions import NetlinkError
 
-        with IPRoute() as netlink:
-            self._ifindex_by_name = {_attribute(link, "IFLA_IFNAME"): link["index"] for link in netlink.get_links()}
-            self._addresses = list(netlink.get_addr())
-            self._routes = [*netlink.get_routes(family=socket.AF_INET), *netlink.get_routes(family=socket.AF_INET6)]
+        try:
+            with IPRoute() as netlink:
+                self._ifindex_by_name = {_attribute(link, "IFLA_IFNAME"): link["index"] for link in netlink.get_links()}
+                self._addresses = list(netlink.get_addr())
+                self._routes = [*netlink.get_routes(family=socket.AF_INET), *netlink.get_routes(family=socket.AF_INET6)]
+        except NetlinkError as error:
+            raise OSError(error.code, str(error)) from None
 
     def ifindex(self, name: str) -> int:
         """Raises InterfaceMissing."""

@@ -35,8 +35,17 @@ class RunningAgent:
     the lab is the upstream; every client of the lab is an endpoint with the label `app: e1`, `app: e2`, …).
     """
 
-    def __init__(self, lab: Lab, policy: str, directory: Path, **sections: Mapping[str, Any] | Sequence[Any]) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        policy: str,
+        directory: Path,
+        *,
+        wait_for: str = "enforcing",
+        **sections: Mapping[str, Any] | Sequence[Any],
+    ) -> None:
         self.lab = lab
+        self._wait_for = wait_for
         self.directory = directory
         self.policy_file = directory / "policy.yaml"
         self.configuration = directory / "namegate.yaml"
@@ -77,12 +86,12 @@ class RunningAgent:
         self.lab.run(self.lab.host, sys.executable, "-m", "agent", "cleanup", "-c", self.configuration)
 
     def start(self) -> None:
-        """Start it and wait until it enforces."""
+        """Start it and wait until it enforces (or for another state, if that is what the test is about)."""
         with self.log.open("a") as log:
             self._process = self.lab.start(
                 self.lab.host, sys.executable, "-m", "agent", "agent", "-c", self.configuration, "--debug", stdout=log
             )
-        self.await_status(lambda status: status["state"] == "enforcing")
+        self.await_status(lambda status: status["state"] == self._wait_for)
 
     def end(self, how: signal.Signals) -> int | None:
         """Send a signal and wait for the end; gives back the exit code."""
