@@ -17,12 +17,14 @@ import datetime as dt
 import json
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from agent.config import Config, DeniedAnswer, OnFailure, policy_files
 from agent.control import ControlError
 from agent.control.listings import Listings, Row, counts
+from agent.core.barrier import row_text
 from agent.core.engine import SOURCES, Engine
 from agent.core.events import (
     AskerGone,
@@ -52,7 +54,7 @@ from agent.core.reconciler import BATCH_ROWS_MAX
 from agent.core.records import Record
 from agent.core.rules import Policy
 from agent.core.settings import Settings
-from agent.core.types import PROTOCOL_NAMES, Address, Direction, Write, text_of
+from agent.core.types import PROTOCOL_NAMES, Address, Direction, Table, Write, text_of
 from agent.datapath.abi import Loss
 from agent.datapath.attach import HookState
 from agent.datapath.datapath import Datapath
@@ -62,7 +64,7 @@ from agent.dns.bounds import Limits
 from agent.dns.sockets import Listeners
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
-from agent.documents.remarks import PolicyError
+from agent.documents.remarks import Mistake, PolicyError
 from agent.host.endpoints import HostEndpoints
 from agent.host.interfaces import Interfaces
 from agent.host.watch import NetworkWatch
@@ -120,6 +122,7 @@ class Shell:
         self._upstreams = Upstreams(self._loop, config.datapath.mark, self._take)
         self._replies: list[tuple[Hashable, bytes]] = []
         self._attached: set[int] = set()  # endpoints
+        self._compact_at = 0  # lines of the journal
         self._timer: asyncio.TimerHandle | None = None
         self._tickets: dict[Hashable, asyncio.Future[str | None]] = {}
         self._drops: collections.deque[Row] = collections.deque(maxlen=DROPS_KEPT)
@@ -233,13 +236,20 @@ class Shell:
             self._journal = None
             return
         known = len(self._engine.dns_cache) + len(self._engine.identities)
-        if self._journal.lines > JOURNAL_SLACK_LINES + JOURNAL_GROWTH * known and not self._journal.is_compacting:
+        due = max(self._compact_at, JOURNAL_SLACK_LINES + JOURNAL_GROWTH * known)
+        if self._journal.lines > due and not self._journal.is_compacting:
             self._journal.compact(self._engine.records())
             self._loop.call_soon(self._compact)
 
     def _compact(self) -> None:
         if self._journal is not None and self._journal.is_compacting:
-            self._journal.step()
+            try:
+                self._journal.step()
+            except OSError as error:
+                # The old file is whole and goes on growing; the next try is due when it has grown by as much again.
+                log.error("the journal %s cannot be compacted: %s", self._journal.path, error.strerror)
+                self._compact_at = 2 * self._journal.lines
+                return
             self._loop.call_soon(self._compact)
 
     def _written(self, writes: tuple[Write, ...]) -> tuple[tuple[Write, int], ...]:
@@ -350,7 +360,6 @@ class Shell:
         """One request of the control socket."""
         listings = Listings(self._engine, now())
         shows: dict[str, Callable[[], object]] = {
-            "status": self._status,
             "endpoints": self._endpoint_rows,
             "names": listings.names,
             "selectors": listings.selectors,
@@ -359,6 +368,8 @@ class Shell:
             "policy-map": listings.policy_map,
             "drops": lambda: list(self._drops),
         }
+        if command == "status":
+            return await self._status()
         if command in shows:
             return shows[command]()
         if command == "apply":
@@ -376,15 +387,15 @@ class Shell:
                 row["state"] = OPEN
         return rows
 
-    def _status(self) -> Row:
+    async def _status(self) -> Row:
         """Read from the kernel where the kernel can say it."""
         listings = Listings(self._engine, now())
         reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
         endpoints = self._endpoint_rows()
         reasons += list(self._missing.values())
         reasons += [f"{row['interface']}: {row['state']}" for row in endpoints if row["state"] not in {ENFORCING, OPEN}]
-        if self._datapath.gate_state() is not HookState.FIRST:
-            reasons.append(f"{self._config.datapath.device}: the program that takes DNS over is not there, or not the first")
+        reasons += await asyncio.to_thread(self._datapath.gate_problems)
+        reasons += self._foreign_rows()
         reasons += self._what_is_nearly_full()
         if self._journal is None:
             reasons.append("the journal could not be written: the next start learns names anew")
@@ -402,6 +413,16 @@ class Shell:
             "rows_failed": failed,
         }
 
+    def _foreign_rows(self) -> list[str]:
+        """The few rows that decide over whole endpoints, compared with the kernel's: somebody may have edited them."""
+        return [
+            f"{table} row {row_text(key)} in the kernel is not as the agent wrote it"
+            for table in (Table.GROUPS, Table.ENDPOINTS)
+            for kernel in [dict(self._datapath.dump(table))]
+            for key, row in self._engine.reconciler.tables[table].realized.items()
+            if kernel.get(key) != row.value
+        ]
+
     def _what_is_nearly_full(self) -> list[str]:
         """What has 2 % left: when it is full, the next reply or policy that needs a place is refused."""
         engine, tables = self._engine, self._config.datapath
@@ -418,8 +439,9 @@ class Shell:
     async def _apply(self, arguments: Mapping[str, object]) -> Row:
         files = arguments.get("files")
         paths = [str(file) for file in files] if isinstance(files, list) else self._config.policies
+        timeout = _seconds(arguments.get("timeout"))
         try:
-            policies = tuple(read_policies(policy_files(paths)))
+            policies = policies_at(paths)
         except PolicyError as error:
             raise ControlError(f"refused, the policies in force stay:\n{error}", 1) from None
         changed = policies != self._engine.groups.policies
@@ -428,7 +450,6 @@ class Shell:
         self._tickets[ticket] = settled
         self._take([PoliciesChanged(policies, ticket)])
         if arguments.get("wait") or settled.done():
-            timeout = float(str(arguments.get("timeout") or 30))
             try:
                 error_text = await asyncio.wait_for(settled, timeout)
             except TimeoutError:
@@ -456,6 +477,37 @@ _HOOK_STATES = {
     HookState.NOT_FIRST: "another program comes before ours and may hide it",
     HookState.ABSENT: "our program is not there: nothing is enforced",
 }
+
+
+def policies_at(paths: Iterable[str]) -> tuple[Policy, ...]:
+    """The policies of these paths; PolicyError also where a path stands for no file.
+
+    With no policy in force everything is open: that is never to come of a mistyped pattern or an emptied directory.
+    """
+    files: dict[Path, None] = {}
+    mistakes = []
+    for path in paths:
+        try:
+            found = policy_files([path])
+        except (OSError, ValueError, NotImplementedError) as error:
+            mistakes.append(Mistake(path, 1, "", f"is no path or pattern of files: {error}"))
+        else:
+            files.update(dict.fromkeys(found))
+            if not found:
+                mistakes.append(Mistake(path, 1, "", "there is no policy here; `policies: []` says that none is meant"))
+    if mistakes:
+        raise PolicyError(mistakes)
+    return tuple(read_policies(tuple(files)))
+
+
+def _seconds(given: object) -> float:
+    try:
+        seconds = float(str(given or 30))
+    except ValueError:
+        seconds = -1
+    if not 0 < seconds < 1e9:
+        raise ControlError("`timeout` is a number of seconds")
+    return seconds
 
 
 def _sentence(fact: Fact) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import resource
 import signal
 import sys
 
-from agent.config import Config, policy_files
+from agent.config import Config
 from agent.control import ControlError
 from agent.control.lock import AgentLock
 from agent.control.server import ControlServer
@@ -24,14 +25,15 @@ from agent.datapath.errors import DatapathError
 from agent.documents.remarks import PolicyError
 from agent.host.endpoints import HostEndpoints
 from agent.host.interfaces import Interfaces
-from agent.policy.files import read_policies
-from agent.shell import Shell, Start
+from agent.shell import Shell, Start, policies_at
 from agent.state import Journal, StateError, read_journal
 
 log = logging.getLogger("namegate")
 
 # EX_SOFTWARE of sysexits.h: a supervisor starts the agent again.
 EXIT_MISTAKE = 70
+
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def run(config: Config) -> int:
@@ -41,7 +43,7 @@ def run(config: Config) -> int:
     try:
         # Before the datapath: a second agent would replace what the first one enforces with.
         lock.acquire()
-        policies = read_policies(policy_files(config.policies))
+        policies = policies_at(config.policies)
         interfaces = Interfaces()
         settings = DatapathSettings(**dataclasses.asdict(config.datapath))
         journal_path = config.control.socket.with_name("journal")
@@ -88,6 +90,10 @@ async def _serve(
     def give_up(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Our own mistake: what the engine holds may be wrong from here. The pinned datapath goes on enforcing."""
         error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _NO_ROOM and "socket" in context:
+            # asyncio tells a failed accept() of the control socket in this way, and tries again in a second.
+            log.error("the control socket takes nobody: %s", error.strerror)
+            return
         log.critical("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
         stop(EXIT_MISTAKE)
 

@@ -95,6 +95,16 @@ class Journal:
                 next(self._compacting)
             except StopIteration:
                 self._compacting = None
+            except OSError:
+                self._give_compacting_up()
+                raise
+
+    def _give_compacting_up(self) -> None:
+        self._compacting = None
+        while len(self._fds) > 1:
+            os.close(self._fds.pop())
+        with contextlib.suppress(OSError):
+            _new_file(self.path).unlink()
 
     def abandon(self) -> None:
         """It lacks what could not be written: away with it."""

@@ -391,6 +391,16 @@ static __always_inline __u8 assign_socket(struct __sk_buff *skb, const struct pa
 			bpf_sk_release(sk);
 			sk = 0;
 		}
+		/* A connection from before the attachment, to a resolver of this host: only ours carry our mark. Its packets get
+		 * the listener, which resets it. */
+		if (sk) {
+			struct bpf_sock *full = bpf_sk_fullsock(sk);
+
+			if (full && (full->mark & MARK_MASK) != MARK_AGENT) {
+				bpf_sk_release(sk);
+				sk = 0;
+			}
+		}
 	}
 	if (!sk)
 		sk = (struct bpf_sock *)dns_sockets.lookup(&key);

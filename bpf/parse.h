@@ -98,7 +98,8 @@ struct packet {
 	__u8 origin;          /* set by the hook, see verdict.h */
 	__u16 place;          /* of a fragment, in units of 8 bytes */
 	__u8 plain;           /* no VLAN, no IPv4 option, no extension header: its refusal is easy to build */
-	__u8 pad[3];
+	__u8 hops;            /* IPv6: the hop limit, which says whether neighbour discovery comes from this link */
+	__u8 pad[2];
 };
 
 static __always_inline void map_address(struct address *to, __be32 v4)
@@ -268,6 +269,7 @@ struct ipv6_chain {
 	__u8 part;
 	__u8 next;
 	__u8 walked;
+	__u8 hops;
 	__u16 place;
 };
 
@@ -329,6 +331,7 @@ static __always_inline int parse_ipv6_header(void *ctx, __u32 offset, struct tup
 	if (is_mapped(&t->source) || is_mapped(&t->destination))
 		return DROP_MALFORMED;
 	chain->protocol = start[6];
+	chain->hops = start[7];
 	chain->offset = offset + 40;
 	return walk_extensions(ctx, chain);
 }
@@ -347,6 +350,7 @@ static __always_inline int parse_ipv6(void *ctx, __u32 offset, struct packet *p)
 	p->fragment_id = chain.fragment_id;
 	p->next = chain.next;
 	p->place = chain.place;
+	p->hops = chain.hops;
 	p->plain = p->vlans == 0 && !chain.walked;
 	return parse_transport(ctx, p);
 }

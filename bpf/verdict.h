@@ -6,13 +6,15 @@
  *  2. What cannot be read is dropped (parse.h).
  *  3. ARP, neighbour discovery and MLD pass toward the endpoint. From it they pass when they claim no address but its own
  *     (link-local ones are its own) or none, and no router's part.
+ *     Neighbour discovery and MLD do not leave the link: a router would carry them, and whatever they hold, anywhere.
  *  4. Toward the endpoint: what the agent's own sockets send, and our own refusals, pass.
  *  5. From the endpoint: the source is one of its addresses.
  *  6. A later fragment is judged as its first one was; it never opens a flow. Without a first that passed it is dropped.
  *  7. A packet of a live flow of the present set passes.
  *     a. A flow too long without a packet, and a TCP connection closed by both sides that is opened anew, is no flow.
  *     b. A TCP SYN against the direction of a live flow is not of that flow: judged as new, the flow is left as it is.
- *     c. An ICMP error has the verdict of the flow it is about, and changes nothing in it. About no flow: dropped.
+ *     c. An ICMP error goes to the sender of what it is about. It has the verdict of that flow, and changes nothing in it. About
+ *        no flow, or to somebody else: dropped.
  *     d. Of an ended flow nothing passes but what opens a new one by 8 to 10: the endpoint's SYN or datagram; the peer's
  *        SYN where it was the peer who had opened it. What the proxy must get it gets.
  *  8. Address -> identity: in the endpoint's scope, else in the static one, else world.
@@ -97,10 +99,39 @@ static __always_inline int may_claim(__u32 endpoint, const struct address *a)
 	return is_unspecified(a) || is_link_local(a) || is_own_address(endpoint, a);
 }
 
+static __always_inline int is_same_address(const struct address *a, const struct address *b)
+{
+	return a->words[0] == b->words[0] && a->words[1] == b->words[1] && a->words[2] == b->words[2] &&
+	       a->words[3] == b->words[3];
+}
+
+/*
+ * Do both ends stand on this link? A router carries neighbour discovery on like any other packet; only its receiver looks at the
+ * hop limit (RFC 4861 6.1, 7.1). Link-local addresses stay, link scope stays, a hop limit of 1 stays (MLD, RFC 3810 5); a neighbour
+ * with a global address is in the sender's own /64. What comes with 255 was never carried on.
+ */
+static __always_inline int is_on_link(const struct packet *p, __u8 direction)
+{
+	const struct address *to = &p->tuple.destination, *from = &p->tuple.source;
+	int is_to_many = (to->words[0] & TO_NET32(0xff000000)) == TO_NET32(0xff000000);
+
+	if (p->kind == KIND_ARP)
+		return 1;
+	if (is_link_local(direction == DIRECTION_EGRESS ? to : from))
+		return 1;
+	if (is_to_many)
+		return p->hops == 1 || (to->words[0] & TO_NET32(0x000f0000)) == TO_NET32(0x00020000);
+	if (direction == DIRECTION_INGRESS && p->hops == 255)
+		return 1;
+	return to->words[0] == from->words[0] && to->words[1] == from->words[1];
+}
+
 static __always_inline __u8 judge_neighbour(const struct endpoint_value *e, const struct packet *p, __u8 direction)
 {
 	if (p->part != PART_WHOLE) /* RFC 6980: neighbour discovery is never fragmented */
 		return DROP_FRAGMENT;
+	if (!is_on_link(p, direction))
+		return DROP_NEIGHBOUR_CLAIM;
 	if (direction == DIRECTION_INGRESS)
 		return PASS_NEIGHBOUR;
 	if (p->kind == KIND_ROUTER)
@@ -332,6 +363,8 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 		reason = (__u8)parse_about(ctx, p);
 		if (reason)
 			return reason;
+		if (!is_same_address(&p->tuple.destination, &p->about.source))
+			return DROP_UNRELATED;
 		flow_key_of(&p->about, e->endpoint, direction == DIRECTION_INGRESS, &key);
 	} else {
 		flow_key_of(&p->tuple, e->endpoint, direction == DIRECTION_EGRESS, &key);

@@ -221,6 +221,25 @@ CASES = (
         ),
     ),
     Case(
+        "3 neighbour discovery stays on the link",
+        "a router would carry it anywhere, with whatever it holds: to a global address off the link it is dropped, both ways",
+        (rule(ALLOW, 0, 0),),
+        (
+            *(
+                Sees(EGRESS, neighbour(CLIENT6, PEER6, kind), R.DROP_NEIGHBOUR_CLAIM)
+                for kind in (130, 131, 132, 133, 135, 136, 143)
+            ),
+            *(
+                Sees(INGRESS, neighbour(PEER6, CLIENT6, kind, hops=64), R.DROP_NEIGHBOUR_CLAIM)
+                for kind in (133, 134, 135, 136, 137)
+            ),
+            Sees(EGRESS, neighbour(CLIENT6, "ff0e::1", 143, hops=64), R.DROP_NEIGHBOUR_CLAIM),
+            Sees(EGRESS, neighbour(CLIENT6, CLIENT6[:-1] + "f", 135), R.PASS_NEIGHBOUR),
+            Sees(EGRESS, neighbour(CLIENT6, "fe80::9", 136, CLIENT6), R.PASS_NEIGHBOUR),
+            Sees(INGRESS, neighbour(PEER6, CLIENT6, 135, hops=255), R.PASS_NEIGHBOUR),
+        ),
+    ),
+    Case(
         "4 from the agent",
         "what the agent's sockets and the program itself send to the endpoint passes; the other way a mark says nothing",
         (),
@@ -366,6 +385,9 @@ CASES = (
             back(error(2, 0, ip(CLIENT6, PEER6, TCP, tcp(40002, 443))), R.PASS_RELATED, ICMPV6, by=PEER6),
             back(error(2, 0, ip(CLIENT6, PEER6, TCP, tcp(40003, 443))), R.DROP_UNRELATED, ICMPV6, by=PEER6),
             out(error(3, 3, ip(PEER, CLIENT, TCP, _SYN_ACK[:8])), R.PASS_RELATED, ICMP),
+            out(error(3, 3, ip(PEER, CLIENT, TCP, _SYN_ACK[:8]) + b"smuggled"), R.DROP_UNRELATED, ICMP, to=OTHER),
+            out(error(1, 4, ip(PEER6, CLIENT6, TCP, tcp(443, 40002, SYN | ACK))), R.PASS_RELATED, ICMPV6, to=PEER6),
+            out(error(1, 4, ip(PEER6, CLIENT6, TCP, tcp(443, 40002, SYN | ACK))), R.DROP_UNRELATED, ICMPV6, to="2001:db8:9::9"),
         ),
     ),
     Case(

@@ -8,7 +8,6 @@ end moved is put back when its old end comes up.
 from __future__ import annotations
 
 import heapq
-import sys
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -22,6 +21,9 @@ HEAP_SLACK = 64
 
 # A name that is asked all the time costs the journal one line a second, not one for each answer.
 SAVED_WITHIN_S = 1.0
+
+
+EVERY_LOOK = 1 << 62
 
 
 class Pair(NamedTuple):
@@ -100,7 +102,7 @@ class DnsCache:
             for address in self.addresses(scope, name):
                 yield Pair(scope, name, address)
 
-    def due(self, now: float, looks_max: int = sys.maxsize) -> list[Pair]:
+    def due(self, now: float, looks_max: int = EVERY_LOOK) -> list[Pair]:
         """Pairs whose end has passed. Each must be removed or kept by the caller: it is not found again otherwise.
 
         looks_max: what is left over then is still due, and `next_deadline` says so.

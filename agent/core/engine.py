@@ -49,6 +49,7 @@ from agent.core.events import (
 from agent.core.groups import Groups, Outcome
 from agent.core.guard import AddressGuard
 from agent.core.identity import IdentityAllocator
+from agent.core.inherited import InheritedSets
 from agent.core.ipcache import Ipcache
 from agent.core.known_bad import KnownBad
 from agent.core.name_manager import NameManager
@@ -115,7 +116,8 @@ class Engine:
             addresses_max=settings.addresses_per_name_max,
         )
         # Endpoints are in groups, groups point to sets; policies change by the flip.
-        self.groups = Groups(self.reconciler, self.sets, self.names, self.ipcache, self.cookies, known_bad)
+        self.inherited = InheritedSets(self.reconciler.policy, self.reconciler.ipcache, self.identities.labels_by_identity)
+        self.groups = Groups(self.reconciler, self.sets, self.names, self.ipcache, self.inherited, self.cookies, known_bad)
         # Questions are judged by groups, replies teach names and wait for rows.
         self.proxy = Proxy(settings, self.groups, self.names, self.ipcache, self.reconciler, self._effects, known_bad)
         self.names.change_guard(AddressGuard((), settings.allow_addresses), ())
@@ -242,10 +244,11 @@ class Engine:
             self.sets.add_identity(identity, labels)
         for record in pairs.values():
             self.names.restore(record)
+        self.ipcache.row_follows = self.inherited.follow
+        self.inherited.adopt(event.rows.get(Table.POLICY, {}))
+        self.ipcache.adopt(event.rows.get(Table.IPCACHE, {}))
         for table, rows in event.rows.items():
-            if table is Table.IPCACHE:
-                self.ipcache.adopt(rows)
-            else:
+            if table not in (Table.POLICY, Table.IPCACHE):
                 self.reconciler.tables[table].adopt(rows)
         self.groups.has_inherited = True
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from agent.core.barrier import Barrier
 from agent.core.events import EndpointAdded
 from agent.core.identity import NoRoom
+from agent.core.inherited import InheritedSets
 from agent.core.ipcache import RESOURCE_POLICY, Ipcache
 from agent.core.known_bad import KnownBad
 from agent.core.name_manager import NameManager
@@ -100,6 +101,7 @@ class Groups:
         sets: PolicySets,
         names: NameManager,
         ipcache: Ipcache,
+        inherited: InheritedSets,
         cookies: Cookies,
         known_bad: frozenset[KnownBad] = frozenset(),
     ) -> None:
@@ -111,6 +113,7 @@ class Groups:
         self._sets = sets
         self._names = names
         self._ipcache = ipcache
+        self._inherited = inherited
         self._cookies = cookies
         self._known_bad = known_bad
         self.next_group = 1
@@ -444,8 +447,9 @@ class Groups:
     def _let_inherited_go(self) -> None:
         """The first policies of this process are in force: what only the process before wanted goes."""
         for table in self._reconciler.tables.values():
-            if table is not self._reconciler.ipcache:
+            if table not in (self._reconciler.ipcache, self._reconciler.policy):
                 table.let_inherited_go()
+        self._inherited.let_go()
         self._ipcache.let_inherited_go()
         for scope in self._names.scopes - {SCOPE_SHARED, *(endpoint.scope for endpoint in self.endpoints.values())}:
             self._names.forget_scope(scope)

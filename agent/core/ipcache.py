@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from agent.core.identity import IdentityAllocator, NoRoom
 from agent.core.metadata import HOST_LABELS, Metadata
 from agent.core.tables import IpcacheTable, RowReference
-from agent.core.types import SCOPE_STATIC, Address, IpcacheKey, Key, LabelSet, Prefix, Value
+from agent.core.types import LABEL_WORLD, SCOPE_STATIC, Address, IpcacheKey, Key, LabelSet, Prefix, Value
 
 RESOURCE_POLICY = "policy"
 RESOURCE_HOST = "host"
@@ -30,6 +30,7 @@ class Ipcache:
         self._table = table
         self._identities = identities
         self._identity_added = identity_added
+        self.row_follows: Callable[[IpcacheKey, int], None] | None = None  # see inherited.py
         self._deferred: dict[IpcacheKey, None] | None = None
         self._inherited: list[IpcacheKey] = []
 
@@ -67,9 +68,13 @@ class Ipcache:
         return self._table.reference(key)
 
     def adopt(self, rows: Mapping[Key, Value]) -> None:
-        """Rows of the process before keep the labels of names and networks that their identities stand for, until let go."""
+        """Rows of the process before keep the labels of names and networks that their identities stand for, until let go.
+
+        What an endpoint or the host was stays as it stands until its source has spoken: without that it would be the world.
+        """
         self._table.adopt(rows)
         with self.deferred():
+            unsaid: list[IpcacheKey] = []
             for key, identity in rows.items():
                 assert isinstance(key, IpcacheKey)
                 assert isinstance(identity, int)
@@ -81,10 +86,16 @@ class Ipcache:
                 if kept:
                     self._inherited.append(key)
                     self.upsert(key, RESOURCE_INHERITED, kept)
+                if LABEL_WORLD not in labels:
+                    unsaid.append(key)
+            assert self._deferred is not None
+            for key in unsaid:
+                self._deferred.pop(key, None)
 
     def let_inherited_go(self) -> None:
         """What somebody wants now has labels of its own by now."""
         keys, self._inherited = self._inherited, []
+        self.row_follows = None
         for key in keys:
             self.remove(key, RESOURCE_INHERITED)
         self._table.let_inherited_go()
@@ -124,7 +135,10 @@ class Ipcache:
         if labels is None:
             self._table.drop(key)
         else:
-            self._table.want(key, self.identity_of(labels, beyond_bound=beyond_bound))
+            identity = self.identity_of(labels, beyond_bound=beyond_bound)
+            if self.row_follows is not None:
+                self.row_follows(key, identity)
+            self._table.want(key, identity)
         if before is not None:
             assert isinstance(before.value, int)
             self._identities.release(before.value)

@@ -28,7 +28,7 @@ from agent.core.policy import COOKIE_NONE, CompiledPolicy
 from agent.core.reconciler import Reconciler
 from agent.core.settings import Settings, Upstream
 from agent.core.tables import NO_ROOM
-from agent.core.types import PROTOCOL_UDP, Address, text_of
+from agent.core.types import PROTOCOL_UDP, SCOPE_SHARED, Address, text_of
 from agent.dns import messages
 from agent.dns.messages import ExtendedError
 from agent.dns.removal import guarded_addresses, without_addresses
@@ -46,7 +46,7 @@ class Transaction:
 
     tries: upstreams not asked yet. due_at: when to look at it again; an older entry in the heap means nothing.
     received, taught: the upstream's octets and their addresses; reply, addresses: without what the address guard took out.
-    pairs: what the reply teaches, in each scope. is_allowed: by policy, not by audit.
+    pairs: what the reply teaches, in each scope. is_allowed: by policy, not by audit; judged_by: by which one.
     """
 
     number: int
@@ -58,6 +58,7 @@ class Transaction:
     cookie: int = COOKIE_NONE
     is_allowed: bool = False
     ask_server: bool = False
+    judged_by: CompiledPolicy | None = None
     tries: list[Upstream] = field(default_factory=list)
     upstream: Upstream | None = None
     last_reply: bytes | None = None
@@ -160,12 +161,14 @@ class Proxy:
         if not self._may_ask(transaction):
             self._deny(transaction, self._denied_answer(transaction), now)
             return
-        if transaction.ask_server or not self.settings.upstreams:
-            transaction.tries = [Upstream(transaction.query.server, transaction.query.port)]
-        else:
-            transaction.tries = list(self.settings.upstreams)
+        transaction.tries = self._whom_to_ask(transaction)
         self._open(transaction)
         self._ask(transaction, now)
+
+    def _whom_to_ask(self, transaction: Transaction) -> list[Upstream]:
+        if transaction.ask_server or not self.settings.upstreams:
+            return [Upstream(transaction.query.server, transaction.query.port)]
+        return list(self.settings.upstreams)
 
     def _may_ask(self, transaction: Transaction) -> bool:
         compiled, query = self._compiled(transaction), transaction.query
@@ -174,6 +177,7 @@ class Proxy:
             transaction.question.name, self._ipcache.label_set(scope, query.server), query.port, query.protocol
         )
         transaction.is_allowed, transaction.cookie, transaction.ask_server = verdict.allowed, verdict.cookie, verdict.ask_server
+        transaction.judged_by = compiled
         return verdict.allowed or compiled.audit
 
     def _compiled(self, transaction: Transaction) -> CompiledPolicy:
@@ -251,6 +255,8 @@ class Proxy:
 
     def _hold(self, transaction: Transaction, now: float) -> None:
         """Learn what the reply teaches and take its barrier from the rows as they stand (barrier.py)."""
+        if transaction.judged_by is not self._compiled(transaction) and not self._may_still_ask(transaction, now):
+            return
         if not self._guard(transaction, now):
             return
         # A question let through by audit alone opens nothing.
@@ -260,7 +266,7 @@ class Proxy:
         name, is_wanted = transaction.question.name, self._is_wanted(transaction)
         rows, added = [], []
         try:
-            for scope in self._groups.scopes_of(transaction.endpoint):
+            for scope in self._teachable(transaction):
                 learned = self._names.learn(name, transaction.addresses, scope, now)
                 self._bring(transaction, scope, learned.added)
                 rows += learned.rows
@@ -287,6 +293,30 @@ class Proxy:
             return
         self._number_by_barrier[id(transaction.barrier)] = transaction.number
         self._due(transaction, min(transaction.deadline, transaction.replied_at + self.settings.gate_deadline_s))
+
+    def _may_still_ask(self, transaction: Transaction, now: float) -> bool:
+        """The policy changed since the question was judged: another may be the one to answer it now, or nobody (I8).
+
+        What a server has said whom the policy no longer names is not looked at: who is to be asked now is asked.
+        """
+        has_asked_server = transaction.ask_server
+        if not self._may_ask(transaction):
+            self._close(transaction)
+            self._deny(transaction, self._denied_answer(transaction), now)
+            return False
+        if transaction.ask_server == has_asked_server:
+            return True
+        transaction.reply = transaction.last_reply = None
+        transaction.barrier = None
+        transaction.tries = self._whom_to_ask(transaction)
+        self._try_next(transaction, "the policy changed while the question was open", now)
+        return False
+
+    def _teachable(self, transaction: Transaction) -> tuple[int, ...]:
+        """The scopes a reply is learned in. A server that only this endpoint's policy names teaches nobody else, not even while
+        the endpoint is about to share what is learned (DECISIONS 5)."""
+        scopes = self._groups.scopes_of(transaction.endpoint)
+        return tuple(scope for scope in scopes if scope != SCOPE_SHARED) if transaction.ask_server else scopes
 
     def _guard(self, transaction: Transaction, now: float) -> bool:
         """Take guarded addresses out of the reply (DECISIONS 13); says whether it can go on. Under audit nothing is altered."""
@@ -344,7 +374,7 @@ class Proxy:
             self._release(transaction, now)
 
     def _holds_all(self, transaction: Transaction) -> bool:
-        scopes = self._groups.scopes_of(transaction.endpoint)
+        scopes = self._teachable(transaction)
         return self._names.holds(pair for pair in transaction.pairs if pair.scope in scopes)
 
     def _give_up(self, transaction: Transaction, why: str, now: float) -> None:
@@ -386,11 +416,8 @@ class Proxy:
         """The policies of these endpoints changed: a held reply is judged again before it goes (DECISIONS 9)."""
         for transaction in [t for t in self.transactions.values() if t.endpoint in endpoints and t.barrier is not None]:
             self._forget_barrier(transaction)
-            if self._may_ask(transaction):
-                self._hold(transaction, now)
-            else:
-                self._close(transaction)
-                self._deny(transaction, self._denied_answer(transaction), now)
+            transaction.judged_by = None
+            self._hold(transaction, now)
         self.judge_waiting(now)
 
     # --- answers -------------------------------------------------------------------------------------------------------

@@ -229,6 +229,13 @@ class Datapath:
     def gate_state(self) -> HookState:
         return attach.state(self._gate, self._loaded.fds_by_program["gate"])
 
+    def gate_problems(self) -> list[str]:
+        """Why questions may not reach the proxy. Synchronous netlink: call it in a thread where a loop runs."""
+        said = interception.problems(self.settings.interception_device)
+        if self.gate_state() is not HookState.FIRST:
+            said.append(f"the program that takes DNS over is not on {self.settings.device}, or not the first")
+        return said
+
     def set_dns_sockets(self, fds_by_key: Mapping[int, int]) -> None:
         """Where redirected packets go: key (IPv6 ? 2 : 0) | (TCP ? 1 : 0) → a bound UDP or listening TCP socket, transparent.
 

@@ -99,6 +99,36 @@ def provide(device: Device) -> int:
     return ifindex
 
 
+def problems(device: Device) -> list[str]:
+    """What of provide() is not there any more, one clause each; questions do not reach the proxy then, and are not answered."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as netlink:
+        found = [netlink.get_links(index)[0] for index in netlink.link_lookup(ifname=device.name)]
+        if not found:
+            return [f"the device {device.name} is gone"]
+        said = [] if found[0]["state"] == "up" else [f"the device {device.name} is down"]
+        for family in _FAMILIES:
+            if family == socket.AF_INET6 and not _has_ipv6():
+                continue
+            version = "IPv4" if family == socket.AF_INET else "IPv6"
+            rules = [rule.get_attr("FRA_TABLE") for rule in netlink.get_rules(family) if _is_of(rule, device)]
+            if device.table not in rules:
+                said.append(f"the {version} rule `iif {device.name} lookup {device.table}` is gone")
+            if not any(True for _ in netlink.get_routes(family=family, table=device.table)):
+                said.append(f"the {version} route in table {device.table} is gone")
+    for group, values in _SYSCTLS.items():
+        for key, value in values.items():
+            path = Path("/proc/sys/net") / group / "conf" / device.name / key
+            if path.exists() and path.read_text(encoding="ascii").strip() != value:
+                said.append(f"{key} of {device.name} is not {value}")
+    return said
+
+
+def _is_of(rule: object, device: Device) -> bool:
+    return bool(rule.get_attr("FRA_IIFNAME") == device.name)  # type: ignore[attr-defined]
+
+
 def remove(device: Device) -> None:
     """Takes away what provide() made. What is gone already is no error; an interface of somebody else stays."""
     from pyroute2 import IPRoute

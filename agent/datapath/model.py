@@ -129,6 +129,7 @@ class Packet:
     place: int = 0
     flags: int = 0
     vlans: int = 0
+    hops: int = 0
     payload: bytes = b""
     claims: tuple[Address, ...] = ()
 
@@ -236,6 +237,8 @@ class Model:
         if packet.kind in {Kind.ARP, Kind.NEIGHBOUR, Kind.ROUTER}:  # 3.
             if packet.part is not Part.WHOLE:
                 raise _Drop(Reason.DROP_FRAGMENT)
+            if not _is_on_link(packet, direction):
+                raise _Drop(Reason.DROP_NEIGHBOUR_CLAIM)
             may_claim = packet.kind is not Kind.ROUTER and all(self._may_claim(endpoint, claim) for claim in packet.claims)
             if outward and not may_claim:
                 raise _Drop(Reason.DROP_NEIGHBOUR_CLAIM)
@@ -255,6 +258,8 @@ class Model:
             if packet.part is not Part.WHOLE:
                 raise _Drop(Reason.DROP_FRAGMENT)
             about = _parse_about(packet)
+            if packet.destination != about.source:
+                raise _Drop(Reason.DROP_UNRELATED)
         key = _flow_key(endpoint.endpoint, about, outward if about is packet else not outward)
         flow = None if packet.kind is Kind.SINGLE else self.flows.get(key)
         if flow and _is_over(flow, key.protocol, packet.kind is Kind.FLOW and packet.is_opening, now):  # 7a.
@@ -488,7 +493,7 @@ def _parse_ipv6(body: bytes) -> Packet:
     header = _read(body, 0, 40)
     if header[0] >> 4 != 6:
         raise _Drop(Reason.DROP_MALFORMED)
-    packet = Packet(header[8:24], header[24:40])
+    packet = Packet(header[8:24], header[24:40], hops=header[7])
     if any(len(unmapped(address)) == 4 for address in (packet.source, packet.destination)):
         raise _Drop(Reason.DROP_MALFORMED)
     protocol, offset = header[6], 40
@@ -547,6 +552,20 @@ def _parse_transport(packet: Packet) -> Packet:
 
 def _is_echo(protocol: int, kind: int) -> bool:
     return kind in ({0, 8} if protocol == PROTOCOL_ICMP else {128, 129})
+
+
+def _is_on_link(packet: Packet, direction: Direction) -> bool:
+    """Neighbour discovery and MLD whose two ends are on the endpoint's link (RFC 4861 6.1, RFC 3810 5)."""
+    if packet.kind is Kind.ARP:
+        return True
+    other = packet.destination if direction is Direction.EGRESS else packet.source
+    if other[0] == 0xFE and other[1] & 0xC0 == 0x80:
+        return True
+    if packet.destination[0] == 0xFF:
+        return packet.hops == 1 or packet.destination[1] & 15 == 2
+    if direction is Direction.INGRESS and packet.hops == 255:
+        return True
+    return packet.destination[:8] == packet.source[:8]
 
 
 def _parse_about(packet: Packet) -> Packet:

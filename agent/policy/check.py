@@ -12,6 +12,7 @@ from agent.core.types import Direction
 from agent.documents.remarks import Caution, Mistake
 from agent.policy.files import read_files
 from agent.policy.implied import Implied, implied_dns, unaskable
+from agent.policy.room import lack_of_room
 
 
 class CheckResult(NamedTuple):
@@ -30,7 +31,7 @@ def check(paths: Iterable[str | PathLike[str]], endpoints: Iterable[Mapping[str,
     warnings = (*reading.cautions, *_cautions(reading.policies, known))
     # With one file refused, what the others lack may stand in it.
     implied = () if reading.mistakes else implied_dns(reading.policies)
-    return CheckResult(reading.policies, reading.mistakes, warnings, implied)
+    return CheckResult(reading.policies, (*reading.mistakes, *lack_of_room(reading.policies)), warnings, implied)
 
 
 def _cautions(policies: Sequence[Policy], endpoints: Sequence[Mapping[str, str]] | None) -> Iterator[Caution]:

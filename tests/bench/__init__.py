@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.bench.core import CORE
 from tests.bench.harness import Bench
 from tests.bench.map_write import MAP_WRITE
 from tests.bench.wire import WIRE
 
-BENCHES: tuple[Bench, ...] = (WIRE, MAP_WRITE)
+BENCHES: tuple[Bench, ...] = (WIRE, MAP_WRITE, CORE)

@@ -130,13 +130,13 @@ def measure(race: Race, rounds: int, clock: Callable[[], int] = time.process_tim
     return Result(race.title, rounds, standings, race.ratio_max)
 
 
-def judge(race: Race, rounds: int) -> Result:
+def judge(race: Race, rounds: int, clock: Callable[[], int] = time.process_time_ns) -> Result:
     """Run the race, and again if a bound is passed: a busy machine must not condemn, and what grows does so every time."""
     for _ in range(TRIES_MAX - 1):
-        result = measure(race, rounds)
+        result = measure(race, rounds, clock)
         if not result.is_over:
             return result
-    return measure(race, rounds)
+    return measure(race, rounds, clock)
 
 
 def _count_for_a_round(contestant: Contestant, clock: Callable[[], int]) -> int:

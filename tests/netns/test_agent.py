@@ -320,6 +320,64 @@ def test_a_resolver_on_the_host_goes_on_answering(lab: Lab, tmp_path: Path, host
     assert asked_by_the_host() == ["198.51.100.12"] * 2
 
 
+# --- status is read from the kernel ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("ip link set ng-gate down", "the device ng-gate is down"),
+        ("ip rule del iif ng-gate", "the IPv4 rule `iif ng-gate lookup 2004` is gone"),
+        ("ip -6 rule del iif ng-gate", "the IPv6 rule `iif ng-gate lookup 2004` is gone"),
+        ("ip route flush table 2004", "the IPv4 route in table 2004 is gone"),
+        ("sysctl -qw net.ipv4.conf.ng-gate.rp_filter=1", "rp_filter of ng-gate is not 2"),
+        ("ip link del ng-gate", "the device ng-gate is gone"),
+        (
+            "bpftool map delete pinned PINS/groups key hex 01 00 00 00",
+            "groups row 1 in the kernel is not as the agent wrote it",
+        ),
+        ("bpftool map update pinned PINS/groups key hex 01 0 0 0 value hex 1 0 0 0 0 0 0 0", "groups row 1 in the kernel"),
+    ],
+)
+def test_what_somebody_did_to_the_host_shows_in_status(lab: Lab, agent: RunningAgent, command: str, wanted: str) -> None:
+    """Degraded, with the thing that is wrong; before, it was enforcing."""
+    assert agent.status()["state"] == "enforcing"
+    (tables,) = (agent.pins / "maps").iterdir()
+    lab.run(lab.host, *command.replace("PINS", str(tables)).split())
+    status = agent.status()
+    assert status["state"] == "degraded"
+    assert any(reason.startswith(wanted) for reason in status["reasons"]), status["reasons"]
+
+
+# A client that connected to a resolver before anything was policed, and goes on asking when a file appears.
+OLD_CONNECTION = """
+import pathlib, socket, struct, sys, time
+s = socket.create_connection((sys.argv[1], 53), 5)
+print("connected", flush=True)
+until = time.monotonic() + 60
+while not pathlib.Path(sys.argv[2]).exists() and time.monotonic() < until: time.sleep(0.02)
+question = struct.pack(">6H", 7, 0x100, 1, 0, 0, 0) + b"\\4evil\\4test\\0" + struct.pack(">2H", 1, 1)
+try:
+    s.sendall(struct.pack(">H", len(question)) + question)
+    print("answered" if s.recv(2) else "closed")
+except OSError as error:
+    print(error.strerror or "timed out")
+"""
+
+
+@pytest.mark.usefixtures("host_resolver")
+def test_a_connection_to_a_resolver_from_before_the_attachment_asks_nothing_more(lab: Lab, tmp_path: Path) -> None:
+    """It is not one of the agent's: the next question on it is answered by a reset."""
+    go = tmp_path / "go"
+    asking = lab.start(lab.client.namespace, sys.executable, "-c", OLD_CONNECTION, lab.client.gateways[0], go)
+    assert asking.stdout is not None
+    assert asking.stdout.readline() == "connected\n"
+    with RunningAgent(lab, POLICY, tmp_path / "agent", dns={"upstreams": [lab.client.gateways[0]]}):
+        go.touch()
+        said, _ = asking.communicate(timeout=20)
+    assert said == "Connection reset by peer\n"
+
+
 # --- the command -----------------------------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,10 @@ Everything clever is compared with this (I1), and the states before and after a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from ipaddress import ip_address, ip_network
 
 from agent.core.rules import Cidr, Endpoints, Entity, Fqdn, Peer, Policy, Rule
@@ -25,14 +27,30 @@ class Workload:
     isolated: bool = False
 
 
+def guards_nothing(address: Address, allowed: tuple[Prefix, ...]) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Situation:
-    """All that a verdict may depend on. pairs: (scope, name, address) of every lifetime that has not ended."""
+    """All that a verdict may depend on. pairs: (scope, name, address) of every lifetime that has not ended.
+
+    guards: is this address kept from names, where these prefixes are let through?
+    """
 
     policies: tuple[Policy, ...]
     endpoints: tuple[Workload, ...]
     pairs: frozenset[tuple[int, str, Address]]
     host: frozenset[Address] = frozenset()
+    guards: Callable[[Address, tuple[Prefix, ...]], bool] = guards_nothing
+
+    @cached_property
+    def names_by_place(self) -> dict[tuple[int, Address], list[str]]:
+        """Which names hold an address in a scope."""
+        names: dict[tuple[int, Address], list[str]] = defaultdict(list)
+        for scope, name, address in sorted(self.pairs):
+            names[scope, address].append(name)
+        return names
 
     def rules(self, endpoint: Workload) -> Iterator[tuple[Policy, Rule]]:
         for policy in self.policies:
@@ -58,8 +76,10 @@ class Situation:
     def selects(self, policy: Policy, peer: Peer, scope: int, address: Address) -> bool:
         owners = [endpoint for endpoint in self.endpoints if address in endpoint.addresses]
         if isinstance(peer, Fqdn):
-            names = [name for of, name, held in self.pairs if of == scope and held == address]
-            return any(takes(peer.pattern, policy.except_names, name) for name in names)
+            names = self.names_by_place.get((scope, address), ())
+            return any(takes(peer.pattern, policy.except_names, name) for name in names) and not self.guards(
+                address, policy.allow_addresses
+            )
         if isinstance(peer, Cidr):
             return is_inside(address, peer.prefix) and not any(is_inside(address, hole) for hole in peer.excepts)
         if isinstance(peer, Endpoints):
@@ -111,7 +131,7 @@ class Situation:
             if peer is not Entity.NONE
         }
         named = {p for _, peer in peers if isinstance(peer, Cidr) for p in (peer.prefix, *peer.excepts)}
-        fqdns = {(peer.pattern, policy.except_names) for policy, peer in peers if isinstance(peer, Fqdn)}
+        fqdns = {(p.pattern, of.except_names, of.allow_addresses) for of, p in peers if isinstance(p, Fqdn)}
         rows: dict[IpcacheKey, LabelSet] = {}
         for prefix in named:
             if prefix.length < 8 * len(prefix.address):
@@ -119,12 +139,12 @@ class Situation:
         single = {p.address for p in named if p.length == 8 * len(p.address)} | self.host
         for address in single.union(*(endpoint.addresses for endpoint in self.endpoints)):
             rows[IpcacheKey(SCOPE_STATIC, Prefix.of(address))] = self._static_labels(named, address)
-        for scope, _, address in self.pairs:
-            names = [name for of, name, held in self.pairs if of == scope and held == address]
+        for scope, address in list(self.names_by_place):
+            names = self.names_by_place[scope, address]
             labels = frozenset(
-                "fqdn:" + ",!".join((pattern, *excepts))
-                for pattern, excepts in fqdns
-                if any(takes(pattern, excepts, name) for name in names)
+                "fqdn:" + ",!".join((pattern, *excepts)) + "".join(f",+{prefix}" for prefix in allowed)
+                for pattern, excepts, allowed in fqdns
+                if any(takes(pattern, excepts, name) for name in names) and not self.guards(address, allowed)
             )
             if labels:
                 rows[IpcacheKey(scope, Prefix.of(address))] = labels | self._static_labels(named, address)
@@ -154,6 +174,7 @@ def _is_about_dns(rule: Rule, peer: Peer) -> bool:
     )
 
 
+@lru_cache(maxsize=10_000)
 def is_inside(address: Address, prefix: Prefix) -> bool:
     network = ip_network((prefix.address, prefix.length))
     return network.version == ip_address(address).version and ip_address(address) in network
@@ -163,6 +184,7 @@ def takes(pattern: str, excepts: tuple[str, ...], name: str) -> bool:
     return matches(pattern, name) and not any(matches(hole, name) for hole in excepts)
 
 
+@lru_cache(maxsize=100_000)
 def matches(pattern: str, name: str) -> bool:
     """Cilium's grammar as a regular expression: fine for names a test chose."""
     label = "[-a-z0-9_]"

@@ -1,13 +1,16 @@
 """The policy compiler against an oracle that knows only the rules.
 
 The whole way is judged: rules, compiled blocks, rows, ipcache rows, and the datapath's two look-ups by longest match.
+RULE_SETS=10000 makes a long run of it (scripts/sim --rule-sets 10000).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
+import os
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +31,7 @@ from agent.core.types import (
 from tests.property.naive import Situation, Workload
 from tests.sim.world import World, subject
 
+RULE_SETS = int(os.environ.get("RULE_SETS", "0"))
 PROTOCOLS = (PROTOCOL_TCP, PROTOCOL_UDP, PROTOCOL_SCTP, PROTOCOL_ICMP)
 ENDPOINTS = {1: "192.0.2.11", 2: "192.0.2.12"}
 HOST = "192.0.2.1"
@@ -103,7 +107,8 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=80)
+@pytest.mark.timeout(0 if RULE_SETS else 120)
+@settings(max_examples=RULE_SETS or 60)
 @given(
     st.lists(POLICIES, min_size=1, max_size=3),
     st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(ADDRESSES)), max_size=4),

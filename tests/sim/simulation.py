@@ -9,6 +9,10 @@ I3  each question gets one answer, in time; a released address passes at that mo
 I4  a number never gets other labels; while a flow remembers an identity its rows stay
 I5  at every single write, what both the state before and the one after allow is allowed
 I6  at every single write, what neither allows is not
+I7  all of this goes on where the process dies and another one starts: at any step, with the journal cut anywhere that nothing
+    outside depends on yet, with the same policies or others
+I8  is a part of I6: pairs are only of names that were asked, by replies that were given
+I9  full tables and reached bounds are among the histories; the queues' own bounds are unit tests
 """
 
 from __future__ import annotations
@@ -20,9 +24,12 @@ from collections.abc import Iterable
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from agent.core.events import AskerGone, Event, HostAddresses, PoliciesChanged, RowsWritten, UpstreamFailed
+from agent.core.engine import Engine
+from agent.core.events import AskerGone, Event, HostAddresses, PoliciesChanged, RowsWritten, Tick, UpstreamFailed
+from agent.core.guard import AddressGuard
 from agent.core.known_bad import KnownBad
 from agent.core.proxy import QUESTION_S_MAX
+from agent.core.records import IdentityRecord
 from agent.core.rules import Cidr, Endpoints, Entity, Fqdn, LabelSelector, Origin, Peer, Policy, Ports, Rule
 from agent.core.settings import Settings
 from agent.core.types import (
@@ -41,7 +48,7 @@ from agent.core.types import (
     packed,
 )
 from tests.property.naive import Situation, Workload, takes
-from tests.sim.world import UPSTREAM, Answered, World, allow, subject
+from tests.sim.world import EVERY_ADDRESS, UPSTREAM, Answered, World, allow, subject
 
 NAMES = ("a.example.", "b.example.", "x.a.example.", "c.test.")
 PATTERNS = (*NAMES, "*.example.", "**.example.", "*")
@@ -104,35 +111,34 @@ POLICIES = st.builds(
 
 
 class Simulation:
-    """A world whose every step is judged."""
+    """A world whose every step is judged, by what its rows say about these addresses and TCP ports."""
 
-    def __init__(self, known_bad: frozenset[KnownBad], identities_max: int) -> None:
-        self.world = World(
-            Settings(
-                upstreams=(UPSTREAM,),
-                ttl_floor_s=5.0,
-                keep_while_flow_seen_s=10.0,
-                keep_past_lifetime_s=30.0,
-                identities_max=identities_max,
-            ),
-            known_bad=known_bad,
-            auto=False,
-        )
-        self.engine = self.world.engine
+    def __init__(
+        self, world: World, addresses: tuple[Address, ...] = ADDRESSES, ports: tuple[int, ...] = PORTS_JUDGED
+    ) -> None:
+        assert not world.auto, "who performs writes at once cannot be looked at between two of them"
+        self.world = world
+        self.addresses = addresses
+        self.ports = ports
         self.unheard: deque[tuple[Write, int]] = deque()  # performed or refused, and not acknowledged yet
         self.questions: dict[int, tuple[int, str, float]] = {}  # asker -> endpoint, name, when; until answered or given up
         self.replied: dict[int, float] = {}
-        self.host: frozenset[Address] = frozenset()
         self.labels_by_number: dict[int, LabelSet] = {}
         self.confirmed: Pairs = frozenset()  # in the cache, and their rows were realized since
         self.lingering: Pairs = frozenset()  # no longer in the cache, their rows not acknowledged yet
         self.disturbed: set[Address] = set()  # became or ceased to be an endpoint's or the host's
+        self.inherited: dict[int, list[tuple[Policy, ...]]] = {}  # endpoint -> what the process before judged it by
+        self.may_be_cut_from = 0  # records of the journal that the kernel or a client may know of
         self.is_sound = True  # false from a judgement that failed
         self._pairs: Pairs = frozenset()
         self._judged = 0
         self._identities: dict[tuple[int, Address], int] = {}
         self._verdicts: dict[tuple[int, int, int], Verdict | None] = {}
         self._allowed_by_naive: dict[object, frozenset[Triple]] = {}
+
+    @property
+    def engine(self) -> Engine:
+        return self.world.engine
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -147,6 +153,7 @@ class Simulation:
         if write is None:
             return False
         result = error or self.world.kernel.apply(write)
+        self.may_be_cut_from = len(self.world.journal)
         self.unheard.append((write, result))
         if result == 0:
             self.is_sound = False
@@ -173,6 +180,35 @@ class Simulation:
         self.world.advance(seconds)
         self.judge()
 
+    def jump(self, seconds: float) -> None:
+        """The machine slept: everything that was due meanwhile is due now."""
+        self.world.now += seconds
+        self.handle(Tick())
+
+    def restart(self, policies: tuple[Policy, ...] | None = None, cut: int = 0) -> None:
+        """The process dies where it stands, and another one takes over (I7).
+
+        cut: so many of the last records were not written yet, as far as nothing outside can know of them.
+        """
+        self.is_sound = False
+        self.inherited = {number: self.candidates(number) for number in self.engine.groups.endpoints}
+        self.lingering |= self._pairs
+        kept = max(len(self.world.journal) - cut, self.may_be_cut_from)
+        events = self.world.die(policies, kept)
+        self.unheard.clear()
+        self.questions.clear()
+        self.replied.clear()
+        known = {record.identity for record in self.world.journal if isinstance(record, IdentityRecord)}
+        self.labels_by_number = {number: labels for number, labels in self.labels_by_number.items() if number in known}
+        for event in events:
+            self.handle(event)
+
+    @property
+    def is_inheriting(self) -> bool:
+        """Are rows of the process before still judged by, or on their way out?"""
+        groups = self.engine.groups
+        return groups.has_inherited or groups.let_inherited_go_at is not None
+
     def rest(self) -> None:
         """Every fault ends, and everything is done that can be."""
         self.world.kernel.rows_max.clear()
@@ -195,20 +231,31 @@ class Simulation:
     def candidates(self, endpoint: int) -> list[tuple[Policy, ...]]:
         """By which policies may this endpoint be judged now? The first are those in force."""
         groups = self.engine.groups
-        in_force = [groups.policies] if groups.endpoints[endpoint].group is not None else []
+        is_judged = groups.endpoints[endpoint].group is not None
+        in_force = [groups.policies] if is_judged else self.inherited.get(endpoint, [])
         return in_force + ([groups._plan.policies] if groups._plan is not None else [])
+
+    def situation(self, policies: tuple[Policy, ...], pairs: Pairs) -> Situation:
+        guard = AddressGuard(self.world.host, self.world.settings.allow_addresses)
+        return Situation(
+            policies,
+            tuple(self.workloads.values()),
+            pairs,
+            self.world.host,
+            lambda address, allowed: guard.forbids(address, allowed) is not None,
+        )
 
     def naive(self, policies: tuple[Policy, ...], pairs: Pairs) -> frozenset[Triple]:
         workloads = self.workloads
-        key = (policies, pairs, tuple(workloads), self.host)
+        key = (policies, pairs, tuple(workloads), self.world.host)
         allowed = self._allowed_by_naive.get(key)
         if allowed is None:
-            situation = Situation(policies, tuple(workloads.values()), pairs, self.host)
+            situation = self.situation(policies, pairs)
             allowed = self._allowed_by_naive[key] = frozenset(
                 (number, address, port)
                 for number, workload in workloads.items()
-                for address in ADDRESSES
-                for port in PORTS_JUDGED
+                for address in self.addresses
+                for port in self.ports
                 if situation.allows(workload, address, PROTOCOL_TCP, port)
             )
         return allowed
@@ -251,9 +298,13 @@ class Simulation:
         pending = self.engine.reconciler.ipcache.pending
         waiting = {(key.scope, key.prefix.address) for key in pending if isinstance(key, IpcacheKey)}
         unsettled = frozenset(pair for pair in pairs | self._pairs | self.lingering if (pair[0], pair[2]) in waiting)
-        self.lingering = ((self.lingering | self._pairs) - pairs) & unsettled
-        self.confirmed = (self.confirmed & pairs) | (pairs - unsettled)
-        self.disturbed &= {address for _, address in waiting}
+        gone = (self.lingering | self._pairs) - pairs
+        if self.is_inheriting:
+            # Rows of the process before say more than this one knows, and nothing of this one's is in force yet.
+            self.lingering, self.confirmed = gone, self.confirmed & pairs
+        else:
+            self.lingering, self.confirmed = gone & unsettled, (self.confirmed & pairs) | (pairs - unsettled)
+            self.disturbed &= {address for _, address in waiting}
         self._pairs = pairs
 
     def judge_answers(self) -> None:
@@ -266,6 +317,7 @@ class Simulation:
                 self._judge_released(answer, endpoint, name)
             else:
                 assert not answer.addresses, "I3: a failure answer with addresses"
+            self.may_be_cut_from = len(self.world.journal)
         self._judged = len(self.world.answers)
         for asker, (_, _, asked_at) in self.questions.items():
             late = min(asked_at + QUESTION_S_MAX, self.replied.get(asker, self.world.now) + 1.0)
@@ -278,10 +330,10 @@ class Simulation:
         for address in map(packed, answer.addresses):
             promised: frozenset[Triple] | None = None
             for policies in self.candidates(endpoint):
-                scope = Situation(policies, tuple(self.workloads.values()), frozenset()).scope_of(self.workloads[endpoint])
+                scope = self.situation(policies, frozenset()).scope_of(self.workloads[endpoint])
                 allowed = self.naive(policies, self.confirmed | {(scope, name, address)})
                 promised = allowed if promised is None else promised & allowed
-            for port in PORTS_JUDGED:
+            for port in self.ports:
                 if (endpoint, address, port) in (promised or ()) and address not in self.disturbed:
                     assert self.kernel_allows(value, address, port), f"I3: {name} {address!r}:{port} left and does not pass"
 
@@ -308,10 +360,10 @@ class Simulation:
             candidates = self.candidates(endpoint)
             allowed_by = [self.naive(policies, most) for policies in candidates]
             assured_by = [self.naive(policies, self.confirmed) for policies in candidates]
-            for address in ADDRESSES:
+            for address in self.addresses:
                 if address in self.disturbed:
                     continue
-                for port in PORTS_JUDGED:
+                for port in self.ports:
                     triple = (endpoint, address, port)
                     if self.kernel_allows(value, address, port):
                         assert any(triple in allowed for allowed in allowed_by), f"I6: {triple} is open after {write}"
@@ -322,7 +374,7 @@ class Simulation:
         """I1, and that nothing is left over."""
         engine, kernel = self.engine, self.world.kernel
         workloads = self.workloads
-        situation = Situation(engine.groups.policies, tuple(workloads.values()), self._pairs, self.host)
+        situation = self.situation(engine.groups.policies, self._pairs)
         numbers = {key: number for key, number in kernel.rows[Table.IPCACHE].items() if isinstance(number, int)}
         realized = {key: self.labels_by_number[number] for key, number in numbers.items()}
         assert realized == situation.label_sets(), "I1: ipcache"
@@ -331,8 +383,8 @@ class Simulation:
         assert len(kernel.rows[Table.ENDPOINTS]) == len(workloads), "I1: endpoints that are gone"
         for endpoint, value in judged.items():
             assert value.scope == situation.scope_of(workloads[endpoint]), "I1: scope"
-            for address in ADDRESSES:
-                for port in PORTS_JUDGED:
+            for address in self.addresses:
+                for port in self.ports:
                     wanted = situation.allows(workloads[endpoint], address, PROTOCOL_TCP, port)
                     assert self.kernel_allows(value, address, port) == wanted, f"I1: {endpoint} {address!r}:{port}"
         groups = kernel.rows[Table.GROUPS]
@@ -397,15 +449,30 @@ class Histories(RuleBasedStateMachine):
         in_slices=st.booleans(),
     )
     def start(self, policies: list[Policy], identities_max: int, in_slices: bool) -> None:
-        self.sim = Simulation(self.known_bad, identities_max)
-        if in_slices:
-            self.sim.engine.sets.rows_at_once = self.sim.engine.names.pairs_at_once = 1
-        self.world = self.sim.world
+        self.in_slices = in_slices
+        self.world = World(
+            Settings(
+                upstreams=(UPSTREAM,),
+                allow_addresses=EVERY_ADDRESS,
+                ttl_floor_s=5.0,
+                keep_while_flow_seen_s=10.0,
+                keep_past_lifetime_s=30.0,
+                identities_max=identities_max,
+            ),
+            known_bad=self.known_bad,
+            auto=False,
+        )
+        self.sim = Simulation(self.world)
+        self._work_in_slices()
         self.endpoints_used = {1, 2}
         self.last_reply: tuple[int, str, set[Address]] | None = None
         self.world.start(*policies, endpoints={number: ENDPOINTS[number] for number in (1, 2)})
         self.sim.judge()
         self.kernel_catches_up()
+
+    def _work_in_slices(self) -> None:
+        if self.in_slices:
+            self.sim.engine.sets.rows_at_once = self.sim.engine.names.pairs_at_once = 1
 
     # --- DNS
 
@@ -528,6 +595,10 @@ class Histories(RuleBasedStateMachine):
     def time_goes_by(self, seconds: float) -> None:
         self.sim.advance(seconds)
 
+    @rule(seconds=st.sampled_from((0.5, 7.0, 100.0)))
+    def machine_sleeps(self, seconds: float) -> None:
+        self.sim.jump(seconds)
+
     # --- people
 
     @rule(policies=st.lists(POLICIES, max_size=3))
@@ -553,9 +624,13 @@ class Histories(RuleBasedStateMachine):
 
     @rule(addresses=st.sets(st.sampled_from(ADDRESSES[:3]), max_size=1))
     def host_addresses_change(self, addresses: set[Address]) -> None:
-        self.sim.disturbed |= self.sim.host ^ addresses
-        self.sim.host = frozenset(addresses)
-        self.sim.handle(HostAddresses(self.sim.host))
+        self.sim.disturbed |= self.world.host ^ addresses
+        self.sim.handle(HostAddresses(frozenset(addresses)))
+
+    @rule(policies=st.none() | st.none() | st.lists(POLICIES, max_size=2).map(tuple), cut=st.integers(0, 6))
+    def process_dies(self, policies: tuple[Policy, ...] | None, cut: int) -> None:
+        self.sim.restart(policies, cut)
+        self._work_in_slices()
 
     # --- the end
 

@@ -19,9 +19,9 @@ from agent.core.events import (
     SourceReported,
     UpstreamFailed,
 )
-from agent.core.rules import Cidr, Policy, Ports, Rule
+from agent.core.rules import Cidr, Origin, Policy, Ports, Rule
 from agent.core.settings import Settings, Upstream
-from agent.core.types import PROTOCOL_UDP, Direction, Prefix, Table, packed
+from agent.core.types import PROTOCOL_TCP, PROTOCOL_UDP, Direction, Prefix, Table, packed
 from tests.sim.world import UPSTREAM, Answered, World, allow, any_question, subject
 
 A, B, C = "192.0.2.101", "192.0.2.102", "192.0.2.103"
@@ -618,3 +618,47 @@ def test_denials_beat_learned_names() -> None:
     assert world.passes(B, 443), "the name opens what the network leaves out"
     assert not world.passes(B, 80)
     assert world.passes(C, 80)
+
+
+def own_server(*names: str) -> Policy:
+    """Endpoint e2 may reach these names, and asks a server that its policy names itself."""
+    dns = Rule(
+        Direction.EGRESS,
+        (Cidr(Prefix.parse("203.0.113.9/32")),),
+        (Ports(PROTOCOL_UDP, 53, 53), Ports(PROTOCOL_TCP, 53, 53)),
+        names=("*",),
+        origin=Origin("own", 9),
+    )
+    reach = allow(*names, app="e2", name="own")
+    return replace(reach, rules=(*reach.rules, dns))
+
+
+def test_a_server_the_policy_names_no_longer_teaches_nobody() -> None:
+    """It answers after the rule is gone: what it said is not looked at, the agent's upstream is asked, and that teaches."""
+    both = {1: "192.0.2.11", 2: "192.0.2.12"}
+    shared = allow("a.example.", app="e1", name="one")
+    world = started(shared, own_server("a.example."), endpoints=both)
+    world.auto = True
+    asker = world.ask("a.example.", endpoint=2, server="203.0.113.9")
+    number = world.transaction_of(asker)
+    assert number is not None
+    assert world.asked[number].server == packed("203.0.113.9")
+    world.apply(shared, allow("a.example.", app="e2", name="two"))
+    world.reply(asker, "198.51.100.66")
+    assert world.answers_of(asker) == []
+    assert not any(world.passes("198.51.100.66", endpoint=endpoint) for endpoint in both)
+    assert world.asked[number].server == UPSTREAM.address
+    world.reply(asker, "198.51.100.7")
+    assert world.answer_of(asker).addresses == ["198.51.100.7"]
+    assert world.passes("198.51.100.7", endpoint=2)
+
+
+def test_a_reply_for_a_name_that_is_denied_meanwhile_is_the_denied_answer() -> None:
+    """The question was allowed, the policy changed, then the upstream answered."""
+    world = started(allow("a.example.", "b.example."))
+    world.auto = True
+    asker = world.ask("b.example.")
+    world.apply(allow("a.example."))
+    world.reply(asker, "198.51.100.8")
+    assert world.answer_of(asker).rcode == "NXDOMAIN"
+    assert not world.passes("198.51.100.8")

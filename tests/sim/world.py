@@ -27,6 +27,7 @@ from agent.core.events import (
     Event,
     Fact,
     FlowsSeen,
+    HostAddresses,
     LastSeen,
     PassOverFlows,
     PoliciesChanged,
@@ -192,6 +193,7 @@ class World:
     last_seen: dict[tuple[int, Address], float] = field(default_factory=dict)
     remembered: set[int] = field(default_factory=set)
     journal: list[Record] = field(default_factory=list)
+    host: frozenset[Address] = frozenset()
     engine: Engine = field(init=False)
     _askers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -201,6 +203,8 @@ class World:
     # --- what happens ----------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
+        if isinstance(event, HostAddresses):
+            self.host = event.addresses
         self.engine.handle(event, self.now)
         self.perform()
 
@@ -295,19 +299,27 @@ class World:
 
         policies: as `start`, or those of before if none are given. kept: records of the journal that were written.
         """
+        for event in self.die(policies or None, kept):
+            self.handle(event)
+
+    def die(self, policies: tuple[Policy, ...] | None = None, kept: int | None = None) -> list[Event]:
+        """The process is gone and a new one stands there; gives back the events it begins with."""
         endpoints = [endpoint.added for endpoint in self.engine.groups.endpoints.values()]
         before = self.engine.groups.policies
         self.waiting_writes.clear()
         self.waiting_looks.clear()
         self.asked.clear()
+        if kept is not None:
+            del self.journal[kept:]
         self.engine = Engine(self.settings, self.now, self.known_bad)
         rows = {table: dict(rows) for table, rows in self.kernel.rows.items()}
-        self.handle(Restored(tuple(self.journal[:kept]), rows))
-        for added in endpoints:
-            self.handle(added)
-        self.handle(PoliciesChanged(policies or before, "start"))
-        for source in sorted(SOURCES):
-            self.handle(SourceReported(source))
+        return [
+            Restored(tuple(self.journal), rows),
+            HostAddresses(self.host),
+            *endpoints,
+            PoliciesChanged(before if policies is None else policies, "start"),
+            *[SourceReported(source) for source in sorted(SOURCES)],
+        ]
 
     def add_endpoint(self, number: int, address: str, *, audit: bool = False, isolated: bool = False) -> None:
         labels = {"app": f"e{number}"}

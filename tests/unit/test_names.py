@@ -1,4 +1,4 @@
-"""Names and patterns, one promise a test; `test_names_cases.py` has the cases of the peers, compared with a naive twin here."""
+"""Names and patterns, one promise a test; the peers' cases are in tests/cases, a naive twin is here."""
 
 from __future__ import annotations
 

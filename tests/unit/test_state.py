@@ -177,3 +177,21 @@ def test_the_journal_is_for_root_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal", MAPS)
     assert (tmp_path / "journal").stat().st_mode & 0o777 == 0o600
     journal.close()
+
+
+def test_a_compaction_that_finds_no_room_leaves_the_old_file_in_use(tmp_path: Path) -> None:
+    """The error is told once; appending goes on, and the next compaction may succeed."""
+    path = tmp_path / "journal"
+    journal = written(path, [pair(1)])
+    (tmp_path / "journal.new").mkdir()
+    journal.compact([pair(1)])
+    with pytest.raises(OSError, match="Is a directory"):
+        journal.step()
+    journal.append([pair(2)])
+    (tmp_path / "journal.new").rmdir()
+    journal.compact([pair(3)])
+    while journal.is_compacting:
+        journal.step()
+    journal.append([pair(4)])
+    journal.close()
+    assert read_journal(path, MAPS) == (pair(3), pair(4))

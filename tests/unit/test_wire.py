@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import struct
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import dns.message
 import dns.rrset
 import pytest
 
-from agent.core.types import packed, text_of
+from agent.core.types import packed
 from agent.dns import wire as wire_module
-from agent.dns.wire import Fault, Question, Status, WireError, find_opt, name_of, read_name, read_question, read_reply
-
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent.parent / "cases" / "wire.json").read_text())["cases"]
-NAME_CASES = [case for case in CASES if "octets_hex" in case]
-REPLY_CASES = [case for case in CASES if "reply_hex" in case]
-
-# Cases marked policy_choice whose recommended value is not ours, and why.
-DEVIATIONS = {
-    "wi-0036": "a pointer must go before the labels it continues, as dnspython has it: a prior occurrence (RFC 1035 4.1.4)",
-    "wi-0063": "an alias loop is SERVFAIL (DECISIONS 11)",
-}
-# Cases that contradict a decision: our value, and which decision.
-MIN_TTL_DECIDED = {"wi-0070": (86400, "the TTL is the address record's own (DECISIONS 14), not the smallest of the chain")}
+from agent.dns.wire import Fault, Question, Status, WireError, find_opt, read_name, read_question, read_reply
 
 
 class Record(NamedTuple):
@@ -53,48 +39,6 @@ def reply_to(question: Question, *answers: Record, flags: int = 0x8180, addition
 
 def wire(name: str) -> bytes:
     return b"".join(bytes([len(label)]) + label.encode() for label in name.split(".") if label) + b"\x00"
-
-
-# --- the case file ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", NAME_CASES, ids=[case["id"] for case in NAME_CASES])
-def test_case_name(case: dict[str, Any]) -> None:
-    """A name alone decodes to the text, or is refused."""
-    octets = bytes.fromhex(case["octets_hex"])
-    if case["expect"].get("error") or case["id"] in DEVIATIONS:
-        with pytest.raises((WireError, IndexError)):
-            read_name(octets, case["offset"], {})
-    else:
-        assert name_of(read_name(octets, case["offset"], {})[0]) == case["expect"]["name"]
-
-
-@pytest.mark.parametrize("case", REPLY_CASES, ids=[case["id"] for case in REPLY_CASES])
-def test_case_reply(case: dict[str, Any]) -> None:
-    """must_learn ⊆ learned ⊆ may_learn, under the name asked; what is to be dropped is not OK, what may pass is."""
-    expect = case["expect"]
-    question = read_question(bytes.fromhex(case["query_hex"]))
-    answer = read_reply(bytes.fromhex(case["reply_hex"]), question)
-    learned = {text_of(address) for address, _ in answer.addresses}
-    assert set(expect["must_learn"]) <= learned <= set(expect["may_learn"]), case["reasoning"]
-    assert question.name == expect["qname"] == case.get("learned_name", expect["qname"])
-    for address, ttl in expect.get("ttl_per_address", {}).items():
-        assert dict(answer.addresses)[packed(address)] == ttl
-    if "min_ttl" in expect:
-        min_ttl, _ = MIN_TTL_DECIDED.get(case["id"], (expect["min_ttl"], ""))
-        assert min(ttl for _, ttl in answer.addresses) == min_ttl
-    if expect["verdict"] == "drop or SERVFAIL":
-        assert answer.status is not Status.OK
-    elif expect["verdict"] == "learn":
-        assert (answer.status is Status.OK) == (case["id"] not in DEVIATIONS)
-    elif "dropping" not in case.get("note", "") and "refusing" not in case.get("note", ""):
-        assert answer.status in {Status.OK, Status.TRUNCATED, Status.MISMATCH}
-
-
-def test_every_deviation_is_a_matter_of_choice() -> None:
-    """Only where the case file leaves the choice do we differ from it."""
-    choices = {case["id"] for case in CASES if case.get("policy_choice")}
-    assert set(DEVIATIONS) <= choices
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
