@@ -14,6 +14,7 @@ import asyncio
 import collections
 import dataclasses
 import datetime as dt
+import gc
 import json
 import logging
 import time
@@ -84,6 +85,7 @@ DROPS_KEPT = 10_000
 JOURNAL_GROWTH = 4
 # A host whose routes change all the time is looked at five times a second, not all the time.
 LOOK_AGAIN_AFTER_S = 0.2
+COLLECT_EVERY_S = 10.0
 JOURNAL_SLACK_LINES = 10_000
 
 _START = object()  # ticket of the policies of the start
@@ -148,6 +150,10 @@ class Shell:
         self._take([PoliciesChanged(start.policies, _START)])
         self._take([SourceReported(source) for source in sorted(SOURCES)])
         self._watch = NetworkWatch(self._loop, self._look_around)
+        # A full pass of the collector over a million addresses would stop the one thread for half a second. The core makes no
+        # reference cycles; what the libraries make is young when it dies, and what lives is looked at once.
+        gc.disable()
+        self._collect()
 
     def close(self) -> None:
         """The kernel goes on enforcing."""
@@ -155,6 +161,7 @@ class Shell:
             self._timer.cancel()
         if self._watch is not None:
             self._watch.close()
+            gc.enable()
         if self._looking is not None:
             self._looking.cancel()
         self._loop.remove_reader(self._datapath.events_fd)
@@ -162,6 +169,11 @@ class Shell:
         self._listeners.close()
         if self._trace is not None:
             self._trace.close()
+
+    def _collect(self) -> None:
+        gc.collect(1)
+        gc.freeze()
+        self._loop.call_later(COLLECT_EVERY_S, self._collect)
 
     # --- events in, effects out ------------------------------------------------------------------------------------------
 
