@@ -542,6 +542,7 @@ def _drop(event: DropEvent, listings: Listings) -> Row:
         "identity": event.identity,
         "rule": listings.rule_text(event.cookie) if event.cookie else "no rule",
         "names": listings.names_on(remote),
+        "why": listings.why_dropped(event.reason.text, remote, is_egress=is_egress),
     }
 
 

@@ -131,7 +131,7 @@ _NOUNS: dict[str, tuple[str, tuple[Column, ...], tuple[str, ...]]] = {
             Column("WAY", "direction"),
             Column("PROTO", "protocol"),
             Column("PEER", _peer),
-            Column("NAMES", "names", is_flexible=True),
+            Column("WHY", "why", is_flexible=True),
         ),
         ("namegate drops", "namegate drops -o json"),
     ),

@@ -153,6 +153,17 @@ class Listings:
             for key, failure in table.failures.items()
         ]
 
+    def why_dropped(self, reason: str, remote: Address, *, is_egress: bool) -> str | None:
+        """What a packet to an address without a rule lacked: a name, time, or a rule for this port; None for other reasons."""
+        if reason != "policy" or not is_egress:
+            return None
+        seen = self._engine.proxy.history.on(remote, self._now)
+        cache = self._engine.dns_cache
+        known = [one.name for one in seen if any(pair.address == remote for pair in cache.pairs_of(one.name))]
+        if known:
+            return f"no rule for this port: {', '.join(known)}"
+        return f"expired: {seen[0].name}" if seen else "not resolved through the proxy"
+
     def names_on(self, address: Address) -> list[str]:
         """Names seen on this address in the last day, the last one first; their lifetime may have ended."""
         return [seen.name for seen in self._engine.proxy.history.on(address, self._now)]

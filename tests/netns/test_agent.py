@@ -50,6 +50,11 @@ def drops(agent: RunningAgent, destination: str) -> list[str]:
     return [row["reason"] for row in agent.ask("drops") if row["destination"] == destination]
 
 
+def why(agent: RunningAgent, destination: str) -> str:
+    """What the last packet to this address lacked."""
+    return str([row["why"] for row in agent.ask("drops") if row["destination"] == destination][-1])
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -61,10 +66,12 @@ def test_a_name_opens_its_address_and_no_other(
 ) -> None:
     """Refused before, connected after; another port and an address nobody asked for stay closed."""
     assert connect(lab, address) == "connection refused"
+    assert why(agent, address) == "not resolved through the proxy"
     answer = ask(lab, "a.test", kind, transport, server=server)
     assert (answer.status, answer.addresses) == ("NOERROR", (address,))
     assert connect(lab, address) == "connected"
     assert connect(lab, address, 80) == "connection refused"
+    assert why(agent, address) == "no rule for this port: a.test."
     assert connect(lab, "198.51.100.12") == "connection refused"
     assert set(drops(agent, address)) == {"policy"}
 
@@ -113,6 +120,7 @@ def test_what_is_learned_is_forgotten_when_its_lifetime_ends(lab: Lab, tmp_path:
         assert connect(lab, "198.51.100.11") == "connected"
         agent.await_status(lambda status: status["names"] == 0, within_s=10)
         assert connect(lab, "198.51.100.11") == "connection refused"
+        assert why(agent, "198.51.100.11") == "expired: a.test."
         assert ask(lab, "a.test").status == "NOERROR"
         assert connect(lab, "198.51.100.11") == "connected"
 
