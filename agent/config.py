@@ -57,6 +57,13 @@ class DeniedAnswer(StrEnum):
     REFUSED = "refused"
 
 
+class Cname(StrEnum):
+    """How a target of an allowed name's chain is judged when it is asked directly."""
+
+    JUDGE = "judge"
+    FOLLOW = "follow"
+
+
 class OnFailure(StrEnum):
     """What a client gets whose reply could not be backed by kernel rows in time."""
 
@@ -96,6 +103,8 @@ class DnsSettings:
     ttl-floor: an address stays open at least so long after an answer; default 60s (TTLs of a few seconds are common, and
     clients connect later than that). ttl-cap: and at most so long; default 24h.
     denied-answer: `nxdomain` (default) or `refused`.
+    cname: `judge` (default: a target of a chain that is asked directly needs a rule of its own) or `follow` (who was led to it
+    by an allowed name may ask for it as long as that answer lives).
     keep-while-flow-seen: an address past its lifetime stays open while a packet of a flow was seen in this time; default 60s.
     keep-past-lifetime: but at most so long past it; default 1h.
     allow-addresses: networks the address guard lets through for every name, such as `[10.0.0.0/8]`; default none: an answer
@@ -108,6 +117,7 @@ class DnsSettings:
     ttl_floor: float = 60.0
     ttl_cap: float = 86_400.0
     denied_answer: DeniedAnswer = DeniedAnswer.NXDOMAIN
+    cname: Cname = Cname.JUDGE
     keep_while_flow_seen: float = 60.0
     keep_past_lifetime: float = 3_600.0
     allow_addresses: tuple[Prefix, ...] = ()
@@ -414,6 +424,7 @@ def _dns(entry: Field | None, root: Field, resolv_conf: Path) -> DnsSettings:
         "ttl-floor",
         "ttl-cap",
         "denied-answer",
+        "cname",
         "keep-while-flow-seen",
         "keep-past-lifetime",
         "allow-addresses",
@@ -438,6 +449,7 @@ def _dns(entry: Field | None, root: Field, resolv_conf: Path) -> DnsSettings:
         ttl_floor=floor,
         ttl_cap=cap,
         denied_answer=_word(entries.get("denied-answer"), default.denied_answer),
+        cname=_word(entries.get("cname"), default.cname),
         keep_while_flow_seen=_seconds(entries.get("keep-while-flow-seen"), default.keep_while_flow_seen, 0, _WEEK),
         keep_past_lifetime=_seconds(entries.get("keep-past-lifetime"), default.keep_past_lifetime, 0, _WEEK),
         allow_addresses=_prefixes(entries.get("allow-addresses")),

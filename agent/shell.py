@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from agent.config import Config, DeniedAnswer, OnFailure, policy_files
+from agent.config import Cname, Config, DeniedAnswer, OnFailure, policy_files
 from agent.control import ControlError
 from agent.control.listings import Listings, Row, counts
 from agent.core.barrier import row_text
@@ -554,6 +554,7 @@ def _settings(config: Config) -> Settings:
         gate_deadline_s=config.gate.deadline,
         release_on_failure=config.gate.on_failure is OnFailure.RELEASE,
         allow_addresses=dns.allow_addresses,
+        follow_cnames=dns.cname is Cname.FOLLOW,
         ttl_floor_s=dns.ttl_floor,
         ttl_cap_s=dns.ttl_cap,
         keep_while_flow_seen_s=dns.keep_while_flow_seen,

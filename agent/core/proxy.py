@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from agent.core.aliases import Aliases
 from agent.core.barrier import Barrier
 from agent.core.dns_cache import Pair
 from agent.core.events import AskerGone, AskUpstream, Effect, Fact, Forget, Query, Reply, SendReply, UpstreamFailed
@@ -47,6 +48,7 @@ class Transaction:
     tries: upstreams not asked yet. due_at: when to look at it again; an older entry in the heap means nothing.
     received, taught: the upstream's octets and their addresses; reply, addresses: without what the address guard took out.
     pairs: what the reply teaches, in each scope. is_allowed: by policy, not by audit; judged_by: by which one.
+    name: what is judged and taught, the name asked or, for a target of an allowed chain, the name that led there.
     """
 
     number: int
@@ -59,6 +61,7 @@ class Transaction:
     is_allowed: bool = False
     ask_server: bool = False
     judged_by: CompiledPolicy | None = None
+    name: str = ""
     tries: list[Upstream] = field(default_factory=list)
     upstream: Upstream | None = None
     last_reply: bytes | None = None
@@ -91,6 +94,7 @@ class Proxy:
         self.transactions: dict[int, Transaction] = {}
         self.counters: dict[str, int] = {}
         self.history = NameHistory(settings.history_max)
+        self._aliases = Aliases(settings.history_max)
         self.is_started = False
         self._groups = groups
         self._names = names
@@ -172,10 +176,14 @@ class Proxy:
 
     def _may_ask(self, transaction: Transaction) -> bool:
         compiled, query = self._compiled(transaction), transaction.query
-        scope = self._groups.endpoints[transaction.endpoint].scope
-        verdict = compiled.may_ask(
-            transaction.question.name, self._ipcache.label_set(scope, query.server), query.port, query.protocol
-        )
+        labels = self._ipcache.label_set(self._groups.endpoints[transaction.endpoint].scope, query.server)
+        transaction.name = transaction.question.name
+        verdict = compiled.may_ask(transaction.name, labels, query.port, query.protocol)
+        if not verdict.allowed and self.settings.follow_cnames:
+            origin = self._aliases.origin_of(transaction.question.name, transaction.asked_at)
+            if origin is not None:
+                transaction.name = origin
+                verdict = compiled.may_ask(origin, labels, query.port, query.protocol)
         transaction.is_allowed, transaction.cookie, transaction.ask_server = verdict.allowed, verdict.cookie, verdict.ask_server
         transaction.judged_by = compiled
         return verdict.allowed or compiled.audit
@@ -263,7 +271,7 @@ class Proxy:
         if not transaction.addresses or not transaction.is_allowed:
             self._release(transaction, now)
             return
-        name, is_wanted = transaction.question.name, self._is_wanted(transaction)
+        name, is_wanted = transaction.name, self._is_wanted(transaction)
         rows, added = [], []
         try:
             for scope in self._teachable(transaction):
@@ -280,6 +288,10 @@ class Proxy:
                 self._release(transaction, now)
             return
         self._note(transaction, now)
+        if self.settings.follow_cnames:
+            ttl = max(ttl for _, ttl in transaction.addresses)
+            lifetime = min(max(float(ttl), self.settings.ttl_floor_s), self.settings.ttl_cap_s)
+            self._aliases.note(name, transaction.chain[1:], now + lifetime)
         if not is_wanted or (KnownBad.NOTHING_CHANGED_NO_WAIT in self._known_bad and not added):
             rows = []
         self._reconciler.settle()
@@ -324,7 +336,7 @@ class Proxy:
         compiled, question = self._compiled(transaction), transaction.question
         if compiled.audit:
             return True
-        wanting = [s for s in self._names.selectors_of(question.name) if s.label in compiled.fqdn_labels]
+        wanting = [s for s in self._names.selectors_of(transaction.name) if s.label in compiled.fqdn_labels]
         allowed = [prefix for selector in wanting for prefix in selector.peer.allowed]
         kinds = guarded_addresses(transaction.received, lambda address: self._names.guard.forbids(address, allowed))
         if not kinds:
@@ -341,7 +353,7 @@ class Proxy:
 
     def _note(self, transaction: Transaction, now: float) -> None:
         self.history.expire(now)
-        scope, name = self._groups.endpoints[transaction.endpoint].scope, transaction.question.name
+        scope, name = self._groups.endpoints[transaction.endpoint].scope, transaction.name
         for address, _ in transaction.addresses:
             lifetime = self._names.cache.lifetimes.get(Pair(scope, name, address))
             until = lifetime.lives_until if lifetime is not None else now
@@ -349,7 +361,7 @@ class Proxy:
 
     def _is_wanted(self, transaction: Transaction) -> bool:
         """Does a selector of the asking endpoint want the name? Else there is nothing to wait for."""
-        return bool(self._compiled(transaction).fqdn_labels & self._names.labels_of(transaction.question.name))
+        return bool(self._compiled(transaction).fqdn_labels & self._names.labels_of(transaction.name))
 
     def barriers_over(self, barriers: Iterable[Barrier], now: float) -> None:
         """Rows were acknowledged, or cannot be written."""
@@ -386,7 +398,7 @@ class Proxy:
             self._fail(transaction, ExtendedError.NOT_READY, why, now)
 
     def _bring(self, transaction: Transaction, scope: int, added: Iterable[Pair]) -> None:
-        name = transaction.question.name
+        name = transaction.name
         pairs = tuple(Pair(scope, name, address) for address, _ in transaction.addresses)
         for pair in added:
             self._bringers[pair] = set()

@@ -29,6 +29,7 @@ class Settings:
     gate_deadline_s: float = 1.0
     release_on_failure: bool = False
     allow_addresses: tuple[Prefix, ...] = ()
+    follow_cnames: bool = False
     ttl_floor_s: float = 60.0
     ttl_cap_s: float = 86_400.0
     keep_while_flow_seen_s: float = 60.0

@@ -6,6 +6,8 @@ import errno
 from dataclasses import replace
 
 import dns.edns
+import dns.message
+import dns.rrset
 import pytest
 
 from agent.core.engine import SOURCES
@@ -662,3 +664,37 @@ def test_a_reply_for_a_name_that_is_denied_meanwhile_is_the_denied_answer() -> N
     world.reply(asker, "198.51.100.8")
     assert world.answer_of(asker).rcode == "NXDOMAIN"
     assert not world.passes("198.51.100.8")
+
+
+def reply_by_alias(world: World, asker: int, target: str, address: str, ttl: int) -> None:
+    number = world.transaction_of(asker)
+    assert number is not None
+    query = dns.message.from_wire(world.asked[number].message)
+    response = dns.message.make_response(query)
+    response.answer.append(dns.rrset.from_text(query.question[0].name, ttl, "IN", "CNAME", target))
+    response.answer.append(dns.rrset.from_text(target, ttl, "IN", "A", address))
+    world.handle(Reply(number, response.to_wire()))
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_target_asked_directly_is_judged_alone_or_by_the_name_that_led_to_it(follows: bool) -> None:
+    """Case 21: by default denied; with `cname: follow` answered, credited to the name that led there, until that ended."""
+    settings = Settings(upstreams=(UPSTREAM,), follow_cnames=follows)
+    world = started(allow("www.a.example."), settings=settings)
+    world.auto = True
+    assert world.answer_of(world.ask("edge.cdn.example.")).rcode == "NXDOMAIN"
+    asker = world.ask("www.a.example.")
+    reply_by_alias(world, asker, "edge.cdn.example.", "198.51.100.30", ttl=120)
+    assert world.passes("198.51.100.30")
+    world.advance(10)
+    asker = world.ask("edge.cdn.example.")
+    if follows:
+        world.reply(asker, "198.51.100.31", ttl=120)
+        assert world.answer_of(asker).addresses == ["198.51.100.31"]
+        assert {pair.name for pair in world.engine.names.cache.lifetimes} == {"www.a.example."}
+    else:
+        assert world.answer_of(asker).rcode == "NXDOMAIN"
+    assert world.passes("198.51.100.31") is follows
+    world.advance(600)
+    assert world.answer_of(world.ask("edge.cdn.example.")).rcode == "NXDOMAIN"
+    assert not world.passes("198.51.100.31")
