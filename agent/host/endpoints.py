@@ -6,14 +6,24 @@ other addresses, it is another endpoint: nothing that was learned or allowed for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from agent.config import EndpointSettings, Learn
 from agent.core.events import EndpointAdded
 from agent.core.records import EndpointRecord, Record
 from agent.core.types import Address
 from agent.host.interfaces import InterfaceMissing, Interfaces
+
+
+# A policy's own `metadata.namespace` looks for the first, Cilium's peers for the second: they are one thing.
+_NAMESPACE_LABELS: Final = ("namespace", "io.kubernetes.pod.namespace")
+
+
+def with_namespace(labels: Mapping[str, str]) -> dict[str, str]:
+    """Whichever label says the namespace, both do."""
+    said = [labels[key] for key in _NAMESPACE_LABELS if key in labels]
+    return {**dict.fromkeys(_NAMESPACE_LABELS, said[0]), **labels} if said else dict(labels)
 
 
 class Present(NamedTuple):
@@ -60,7 +70,7 @@ class HostEndpoints:
             self._number(settings.interface, ifindex, addresses),
             settings.interface,
             ifindex,
-            settings.labels,
+            with_namespace(settings.labels),
             tuple(sorted(addresses)),
             settings.orientation,
             audit=settings.audit,

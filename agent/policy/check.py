@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import NamedTuple
 
+from agent.core.policy import speaks_of_dns
 from agent.core.rules import Endpoints, Policy
 from agent.core.types import Direction
 from agent.documents.remarks import Caution, Mistake
@@ -50,17 +51,20 @@ def _cautions(policies: Sequence[Policy], endpoints: Sequence[Mapping[str, str]]
 
 
 def _cautions_about_endpoints(policy: Policy, endpoints: Sequence[Mapping[str, str]] | None) -> Iterator[Caution]:
-    """DECISIONS 4 (a): a DNS rule whose `toEndpoints` select nobody here means the agent's upstreams."""
+    """DECISIONS 4 (a): a DNS rule whose `toEndpoints` select nobody here means the agent's upstreams; port 53 alone does not.
+
+    The second is how policies for a cluster open its DNS service. Here it ends what names imply and opens nothing instead.
+    """
+    nobody = "where no endpoint here has these labels" if endpoints is None else "no endpoint here has these labels, so"
     for rule in policy.rules:
         selectors = [peer.selector for peer in rule.peers or () if isinstance(peer, Endpoints)]
         selectors = [s for s in selectors if endpoints is None or not any(s.matches(labels) for labels in endpoints)]
         if not selectors or rule.direction is not Direction.EGRESS:
             continue
         if rule.names is not None and not rule.deny:
-            condition = (
-                "where no endpoint here has these labels" if endpoints is None else "no endpoint here has these labels, so"
-            )
-            message = f"{condition} the DNS rule means the agent's upstreams, whatever server is asked"
+            message = f"{nobody} the DNS rule means the agent's upstreams, whatever server is asked"
+        elif speaks_of_dns(rule):
+            message = f"{nobody} no name can be asked by this rule; give it rules: {{dns: […]}} to mean the agent's upstreams"
         elif endpoints is not None:
             message = "no endpoint here has these labels, so the rule selects nobody"
         else:

@@ -29,12 +29,14 @@ ANNOTATION_PREFIX = "namegate/"
 ANNOTATION_ALLOW_ADDRESSES = "namegate/allow-addresses"
 ANNOTATION_EXCEPT_NAMES = "namegate/except-names"
 
-_DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "specs", "status")
+# `description` is a field of a spec; Cilium's documentation has it beside the metadata and inside it too.
+_DOCUMENT = ("apiVersion", "kind", "metadata", "description", "spec", "specs", "status")
 _LIST = ("apiVersion", "kind", "metadata", "items")
 # What `kubectl get -o yaml` adds has no meaning here and is not looked at.
 _METADATA = (
     "name",
     "namespace",
+    "description",
     "annotations",
     "labels",
     "generateName",
@@ -77,7 +79,11 @@ def read_document(document: Field) -> list[Policy]:
     if spelled in LISTS:
         return _read_list(document)
     if spelled not in {(API_VERSION, KIND_NAMESPACED), (API_VERSION, KIND_CLUSTERWIDE)}:
-        wrong = (kind if spelled[0] == API_VERSION else version) or document
+        wrong = kind if spelled[0] == API_VERSION else version
+        if wrong is None:
+            missing = "kind" if version else "apiVersion"
+            document.mistake(f"the document has no {missing}; write apiVersion: {API_VERSION} and kind: {KIND_NAMESPACED}")
+            return []
         wrong.mistake(f"only {KIND_NAMESPACED} and {KIND_CLUSTERWIDE} of apiVersion {API_VERSION} are policies here")
         return []
     return _read_policy(document, is_clusterwide=spelled[1] == KIND_CLUSTERWIDE)
@@ -108,6 +114,7 @@ def _read_policy(document: Field, *, is_clusterwide: bool) -> list[Policy]:
     else:
         document.mistake("the policy has no metadata; write metadata: {name: …}, every verdict can then name it")
         header = _Header("", None, (), ())
+    _read_description(parts)
     if "spec" not in parts and "specs" not in parts:
         document.mistake("the policy has neither spec nor specs, so it says nothing")
     specs = [(header.name, parts["spec"])] if "spec" in parts else []
@@ -118,6 +125,7 @@ def _read_policy(document: Field, *, is_clusterwide: bool) -> list[Policy]:
 
 def _read_header(metadata: Field, *, is_clusterwide: bool) -> _Header:
     parts = metadata.parts(_METADATA) or {}
+    _read_description(parts)
     name = parts["name"].text() if "name" in parts else None
     if "name" not in parts or name == "":
         metadata.mistake("the policy has no name; write name: …, every verdict can then name it")
@@ -158,7 +166,8 @@ def _read_spec(spec: Field, name: str, header: _Header) -> Policy | None:
     if "endpointSelector" in parts:
         subject = read_selector(parts["endpointSelector"])
     else:
-        spec.mistake("the policy selects no endpoint; write endpointSelector: {} where every endpoint is meant")
+        if not any(spec.peek(key) for key in _SPEC_REFUSED):
+            spec.mistake("the policy selects no endpoint; write endpointSelector: {} where every endpoint is meant")
         subject = LabelSelector()
     _read_notes(parts)
     rules = []
@@ -191,8 +200,7 @@ def _read_spec(spec: Field, name: str, header: _Header) -> Policy | None:
 
 def _read_notes(parts: dict[str, Field]) -> None:
     """Fields for people only: their form is judged, their text is not kept."""
-    if "description" in parts:
-        parts["description"].text()
+    _read_description(parts)
     if "log" in parts:
         for note in (parts["log"].parts(("value",)) or {}).values():
             note.text()
@@ -200,3 +208,8 @@ def _read_notes(parts: dict[str, Field]) -> None:
         for label in parts["labels"].items() or ():
             for note in (label.parts(("key", "value", "source")) or {}).values():
                 note.text()
+
+
+def _read_description(parts: dict[str, Field]) -> None:
+    if "description" in parts:
+        parts["description"].text()

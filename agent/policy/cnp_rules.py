@@ -41,6 +41,7 @@ _PEERS_REFUSED = {
     "{}Nodes": "there are no nodes on one host; select addresses with {}CIDR, or this host with {}Entities: [host]",
     "{}Requires": "it is deprecated; put its labels into the selectors of {}Endpoints",
     "authentication": "there is no mutual authentication on one host; leave it out",
+    "auth": "there is no mutual authentication on one host; leave it out",
 }
 _PORTS_REFUSED = {
     "serverNames": "nothing looks into payloads; select names with toFQDNs",
@@ -295,7 +296,10 @@ def _read_expression(item: Field) -> Expression | None:
         return None
     known = [operator.value for operator in Operator]
     if operator not in known:
-        parts["operator"].mistake(f"{operator!r} is no operator; write one of {', '.join(known)}")
+        # As in Cilium, which refuses the small letters that its own documentation has in places.
+        near = [value for value in known if value.lower() == operator.lower()]
+        hint = f"capitals count, write {near[0]}" if near else f"write one of {', '.join(known)}"
+        parts["operator"].mistake(f"{operator!r} is no operator; {hint}")
         return None
     if operator in {Operator.IN, Operator.NOT_IN}:
         if not items:
@@ -312,7 +316,9 @@ def _read_key(field: Field, text: str | None) -> str | None:
     source, colon, key = text.rpartition(":")
     if colon and source not in {"k8s", "any"}:
         remedy = (
-            "write toEntities or fromEntities" if source == "reserved" else "write the key alone, or with k8s: or any: in front"
+            "write toEntities or fromEntities for peers, and labels of its own for an endpoint"
+            if source == "reserved"
+            else "write the key alone, or with k8s: or any: in front"
         )
         field.mistake(f"labels of the source {source!r} are not known here; {remedy}")
         return None
@@ -391,10 +397,12 @@ def _read_port(item: Field, *, is_asked: bool) -> list[Ports]:
     parts = item.parts(("port", "endPort", "protocol"))
     if parts is None:
         return []
-    if "port" not in parts:
-        item.mistake('the entry has no port; write port: "443", or port: "0" for every port of the protocol')
-        return []
     protocols = _read_protocols(parts.get("protocol"), is_asked=is_asked)
+    if "port" not in parts:
+        # A protocol that is refused has said why, and perhaps it has no ports.
+        if protocols:
+            item.mistake('the entry has no port; write port: "443", or port: "0" for every port of the protocol')
+        return []
     # A number without quotes is refused: YAML takes 0443 and 1:30 for numbers too, and Kubernetes wants text.
     port, text = parts["port"], parts["port"].text()
     last = parts["endPort"].whole_number(0, PORT_MAX) if "endPort" in parts else 0
@@ -425,7 +433,9 @@ def _read_protocols(field: Field | None, *, is_asked: bool) -> tuple[int, ...]:
         return _PROTOCOLS_OF_DNS if is_asked else PROTOCOLS_WITH_PORTS
     protocol = _PROTOCOLS.get(text.upper())
     if protocol is None:
-        hint = "write a rule with icmps" if text.upper().startswith("ICMP") else "write TCP, UDP, SCTP or ANY"
+        hint = "write TCP, UDP, SCTP or ANY, or a rule without toPorts, by which every protocol passes"
+        if text.upper().startswith("ICMP"):
+            hint = "write a rule with icmps"
         field.mistake(f"{text!r} is no protocol with ports; {hint}")
         return ()
     if is_asked and protocol not in _PROTOCOLS_OF_DNS:

@@ -113,6 +113,17 @@ def test_a_dns_rule_for_nobody_means_the_upstreams(judge: Judge) -> None:
     assert not any("these labels" in warning for warning in said(judge(text, endpoints=[{"k8s-app": "kube-dns"}])))
 
 
+def test_port_53_of_nobody_opens_no_question(judge: Judge) -> None:
+    """Without rules.dns the server is meant, and there is none: no name is ever learned, and `check` says why."""
+    service = "  - toEndpoints: [{matchLabels: {k8s-app: kube-dns}}]\n    toPorts: [{ports: [{port: 'PORT', protocol: UDP}]}]\n"
+    text = document(BY_NAME + service.replace("PORT", "53"))
+    for warning in (*said(judge(text)), *said(judge(text, endpoints=[{"app": "web"}]))):
+        assert warning.startswith("f0:9: ")
+        assert "no name can be asked by this rule; give it rules: {dns: […]}" in warning
+    assert len(said(judge(text))) == len(said(judge(text, endpoints=[{"app": "web"}]))) == 1
+    assert said(judge(text, endpoints=[{"k8s-app": "kube-dns"}])) == said(judge(document(service.replace("PORT", "80")))) == []
+
+
 def test_two_policies_of_one_name_and_a_policy_without_effect(judge: Judge) -> None:
     """Both are taken, both are hardly meant."""
     warnings = said(judge(document("  - {}\n"), document("  - {}\n"), document("", "empty").replace("  egress:\n", "")))

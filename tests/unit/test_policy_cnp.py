@@ -183,6 +183,20 @@ def test_selectors_are_equal_however_they_were_written() -> None:
     assert a.peers == b.peers
 
 
+def test_a_description_may_stand_at_every_level() -> None:
+    """It is for people, and documentation puts it beside the metadata and into it as often as into the spec."""
+    (policy,) = policies_of(
+        """\
+        apiVersion: cilium.io/v2
+        kind: CiliumClusterwideNetworkPolicy
+        description: why
+        metadata: {name: p, description: why}
+        spec: {description: why, endpointSelector: {}, egress: [{toEntities: [world]}]}
+        """
+    )
+    assert policy.name == "p"
+
+
 def test_a_namespaced_policy_stays_in_its_namespace() -> None:
     """Its subject, and its peers unless their selector speaks of namespaces; names and networks have none."""
     (policy,) = policies_of(
@@ -354,6 +368,23 @@ def test_all_mistakes_of_a_file_come_at_once_each_with_its_line() -> None:
         ("egress:", "spec.egress", "no value"),
         ("enableDefaultDeny: {egress: yes}", "spec.enableDefaultDeny.egress", "true or false"),
         ("nodeSelector: {}", "spec.nodeSelector", "uplink"),
+        (
+            "egress: [{toPorts: [{ports: [{protocol: VRRP}]}]}]",
+            "spec.egress[0].toPorts[0].ports[0].protocol",
+            "a rule without toPorts",
+        ),
+        ("egress: [{toPorts: [{ports: [{protocol: TCP}]}]}]", "spec.egress[0].toPorts[0].ports[0]", "has no port"),
+        ("ingress: [{authentication: {mode: required}}]", "spec.ingress[0].authentication", "leave it out"),
+        (
+            "ingress: [{fromEndpoints: [{matchExpressions: [{key: a, operator: within}]}]}]",
+            "spec.ingress[0].fromEndpoints[0].matchExpressions[0].operator",
+            "In, NotIn",
+        ),
+        (
+            "ingress: [{fromEndpoints: [{matchExpressions: [{key: a, operator: notin, values: [b]}]}]}]",
+            "spec.ingress[0].fromEndpoints[0].matchExpressions[0].operator",
+            "capitals count, write NotIn",
+        ),
         ("authentication: {}", "spec.authentication", "unknown field"),
     ],
 )
@@ -369,7 +400,11 @@ def test_what_is_refused_names_the_field_and_the_remedy(spec: str, place: str, w
     [
         ("apiVersion: cilium.io/v1\nkind: CiliumNetworkPolicy\n", 1, "cilium.io/v2"),
         ("apiVersion: cilium.io/v2\nkind: NetworkPolicy\n", 2, "CiliumNetworkPolicy"),
-        ("kind: CiliumNetworkPolicy\n", 1, "apiVersion"),
+        ("kind: CiliumNetworkPolicy\n", 1, "no apiVersion"),
+        ("apiVersion: cilium.io/v2\nKind: CiliumNetworkPolicy\n", 1, "no kind"),
+        (HEADER + "spec: {nodeSelector: {}, egress: [{}]}\n", 4, "uplink"),
+        (HEADER + "description: [a, b]\nspec: {endpointSelector: {}, egress: [{}]}\n", 4, "must be text"),
+        (HEADER + 'spec: {endpointSelector: {matchLabels: {"reserved:init": ""}}, egress: [{}]}\n', 4, "labels of its own"),
         (HEADER + "spec: {endpointSelector: {}}\nspec: {endpointSelector: {}}\n", 5, "given twice, first in line 4"),
         (HEADER + "spec: {egress: [{}]}\n", 4, "endpointSelector: {}"),
         (SPEC.replace("{name: p}", "{}"), 3, "no name"),
