@@ -15,7 +15,6 @@ from agent.core.records import EndpointRecord, Record
 from agent.core.types import Address
 from agent.host.interfaces import InterfaceMissing, Interfaces
 
-
 # A policy's own `metadata.namespace` looks for the first, Cilium's peers for the second: they are one thing.
 _NAMESPACE_LABELS: Final = ("namespace", "io.kubernetes.pod.namespace")
 
