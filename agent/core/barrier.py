@@ -3,7 +3,7 @@
 A barrier is the set of rows somebody waits for, each at the revision at which its present value was asked for. It is met when
 each of them is realized at that revision or later, and fails as soon as one of them cannot be.
 
-The race this prevents, as it stands in Cilium (two replies for one address, T0 to T6; scenario `second_reply_waits`):
+The race this prevents, as it stands in Cilium (two replies for one address, T0 to T6; replayed by `central-race.txt`):
 
     T0  reply 1 brings 192.0.2.1: the row is asked for at revision 5
     T1  reply 1 waits for revision 5

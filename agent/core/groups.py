@@ -142,7 +142,7 @@ class Groups:
                 return (
                     f"address {Prefix.of(address)} of {added.interface} is endpoint {self.endpoints[owner].added.interface}'s"
                 )
-        self.endpoints[added.endpoint] = Endpoint(added, self._scope(added, None))
+        self.endpoints[added.endpoint] = Endpoint(added, self._inherited_scope(added) or self._scope(added, None))
         labels = endpoint_label_set(added.labels)
         for address in added.addresses:
             key = IpcacheKey(SCOPE_STATIC, Prefix.of(address))
@@ -390,6 +390,7 @@ class Groups:
                 to_attach.append(endpoint)
         if self.has_inherited:
             self.has_inherited = False
+            self._ipcache.row_follows = None
             self.let_inherited_go_at = now + RETIRE_AFTER_S
         in_force = {group.set for group in self.groups.values()}
         for group in before.values():
@@ -479,6 +480,12 @@ class Groups:
     def next_deadline(self) -> float | None:
         times = [*(entry[0] for entry in self._retiring), self._try_again_at, self.let_inherited_go_at]
         return min((at for at in times if at is not None), default=None)
+
+    def _inherited_scope(self, added: EndpointAdded) -> int | None:
+        """The scope in which the process before judged it, so that nothing is learned into another one by a restart."""
+        row = self._reconciler.endpoints.realized.get(added.ifindex) if self.has_inherited else None
+        value = row.value if row is not None else None
+        return value.scope if isinstance(value, EndpointValue) and value.endpoint == added.endpoint else None
 
     def _scope(self, added: EndpointAdded, compiled: CompiledPolicy | None) -> int:
         own = added.isolated or (compiled is not None and compiled.asks_named_servers)

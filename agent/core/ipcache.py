@@ -64,6 +64,9 @@ class Ipcache:
     def remove(self, key: IpcacheKey, resource: str) -> RowReference:
         """Take back what this resource attached to the prefix."""
         if self.metadata.remove(key, resource):
+            if self._inherited and self.row_follows is None:
+                # The sets that knew no more than the process before judge no longer: nothing is open for its sake.
+                self.metadata.remove(key, RESOURCE_INHERITED)
             self._resolve(key, beyond_bound=True)
         return self._table.reference(key)
 
@@ -95,7 +98,6 @@ class Ipcache:
     def let_inherited_go(self) -> None:
         """What somebody wants now has labels of its own by now."""
         keys, self._inherited = self._inherited, []
-        self.row_follows = None
         for key in keys:
             self.remove(key, RESOURCE_INHERITED)
         self._table.let_inherited_go()

@@ -122,7 +122,9 @@ def parse(file: str, text: str) -> Scenario:
         if line.startswith("not-under"):
             expander, colon, reason = line.removeprefix("not-under").partition(":")
             if expander.strip() not in EXPANDERS:
-                raise ScenarioError(file, number, f"there is no expander {expander.strip()!r}; there are {', '.join(EXPANDERS)}")
+                raise ScenarioError(
+                    file, number, f"there is no expander {expander.strip()!r}; there are {', '.join(EXPANDERS)}"
+                )
             if not colon or not reason.strip():
                 raise ScenarioError(file, number, "say why the story cannot hold: not-under EXPANDER: reason")
             not_under[expander.strip()] = reason.strip()
@@ -136,7 +138,7 @@ def parse(file: str, text: str) -> Scenario:
             steps.append(step)
     if not story:
         raise ScenarioError(file, 1, "a scenario begins with its story: # what happens")
-    if not any(step.verb in {"expect", "packet", "flow", "table", "attached", "identities", "writes"} for step in steps):
+    if not any(step.outcome or step.verb in {"expect", "flow", "table", "attached", "identities"} for step in steps):
         raise ScenarioError(file, text.count("\n"), "nothing is expected")
     return Scenario(file, " ".join(story), tuple(setup), tuple(steps), not_under)
 

@@ -170,6 +170,15 @@ class Answered:
     def addresses(self) -> list[str]:
         return [record.to_text() for rrset in self.message.answer for record in rrset if rrset.rdtype in (1, 28)]
 
+    @property
+    def addresses_of_question(self) -> list[str]:
+        """Those on the chain of aliases that begins at the question."""
+        owners = {self.message.question[0].name}
+        for _ in self.message.answer:
+            owners |= {rrset[0].target for rrset in self.message.answer if rrset.rdtype == 5 and rrset.name in owners}
+        addresses = (rrset for rrset in self.message.answer if rrset.rdtype in (1, 28) and rrset.name in owners)
+        return [record.to_text() for rrset in addresses for record in rrset]
+
 
 @dataclass(slots=True)
 class World:
