@@ -250,6 +250,7 @@ class Shell:
         known = len(self._engine.dns_cache) + len(self._engine.identities)
         due = max(self._compact_at, JOURNAL_SLACK_LINES + JOURNAL_GROWTH * known)
         if self._journal.lines > due and not self._journal.is_compacting:
+            self._compact_at = 0
             self._journal.compact(self._engine.records())
             self._loop.call_soon(self._compact)
 
@@ -314,10 +315,10 @@ class Shell:
                 self._start_refused(effect.error)
 
     def _report(self, fact: Fact) -> None:
-        if fact.kind == "question" and fact.fields.get("verdict") == "allowed" and fact.fields.get("outcome") == "released":
-            log.debug("%s", _sentence(fact))
-        else:
-            log.info("%s", _sentence(fact))
+        is_usual = fact.kind == "question" and fact.fields.get("outcome") == "released"
+        level = logging.DEBUG if is_usual else logging.INFO
+        if log.isEnabledFor(level):  # or every released reply would pay for a line that nobody reads
+            log.log(level, "%s", _sentence(fact))
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
@@ -422,8 +423,15 @@ class Shell:
             **counts(self._engine),
             "dropped": sum(counter.packets for counter in self._datapath.counters() if counter.reason.is_drop),
             "events_lost": self._datapath.losses()[Loss.EVENT],
+            "counters": self._counters(),
             "rows_failed": failed,
         }
+
+    def _counters(self) -> dict[str, int]:
+        """What was given up, ignored or came late, by reason; what never happened is left out (I9)."""
+        edges = {**self._listeners.counters.as_dict(), **self._upstreams.counters.as_dict()}
+        counted = {key.replace("_", " "): count for key, count in edges.items()} | self._engine.proxy.counters
+        return {key: count for key, count in sorted(counted.items()) if count}
 
     def _foreign_rows(self) -> list[str]:
         """The few rows that decide over whole endpoints, compared with the kernel's: somebody may have edited them."""

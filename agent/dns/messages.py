@@ -54,9 +54,7 @@ class ExtendedError(enum.IntEnum):
     NOT_READY = 14
     BLOCKED = 15
     NOT_SUPPORTED = 21
-    NO_REACHABLE_AUTHORITY = 22
     NETWORK_ERROR = 23
-    INVALID_DATA = 24
 
 
 def denied(

@@ -91,6 +91,7 @@ def test_a_denied_name_is_answered_at_once_and_never_forwarded(lab: Lab, agent: 
     assert not any(b"\x04evil" in question for question in questions)
     assert connect(lab, "198.51.100.66") == "connection refused"
     assert agent.status()["denied"] == 6
+    assert agent.status()["counters"]["questions denied"] == 6
 
 
 def test_an_alias_opens_the_address_for_the_name_that_was_asked(lab: Lab, agent: RunningAgent) -> None:
