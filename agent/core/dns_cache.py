@@ -33,12 +33,16 @@ class Pair(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-    """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address. looked_at: when, next."""
+    """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address. looked_at: when, next.
+
+    answered_at: last, in this process; of a pair that the process before left, 0.
+    """
 
     lives_until: float
     kept_until: float
     looked_at: float
     saved_until: float  # what the journal says of kept_until
+    answered_at: float
 
 
 class DnsCache:
@@ -58,10 +62,12 @@ class DnsCache:
         ends = now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
         before = self.lifetimes.get(pair)
         if before is not None:
-            if ends > before.lives_until:
-                self.lifetimes[pair] = before._replace(lives_until=ends, kept_until=max(ends, before.kept_until))
+            lives_until = max(ends, before.lives_until)
+            self.lifetimes[pair] = before._replace(
+                lives_until=lives_until, kept_until=max(lives_until, before.kept_until), answered_at=now
+            )
             return False
-        self.lifetimes[pair] = Lifetime(ends, ends, ends, 0.0)
+        self.lifetimes[pair] = Lifetime(ends, ends, ends, 0.0, now)
         self.pairs_by_address.add(pair.address, pair)
         self.scopes_by_name.add(pair.name, pair.scope)
         names = self.addresses_by_scope.get(pair.scope)
@@ -82,7 +88,7 @@ class DnsCache:
     def restore(self, pair: Pair, lives_until: float, kept_until: float) -> None:
         """Of the process before: as it was."""
         self.update(pair, 0, kept_until - self.ttl_floor_s)
-        self.lifetimes[pair] = Lifetime(lives_until, kept_until, kept_until, kept_until)
+        self.lifetimes[pair] = Lifetime(lives_until, kept_until, kept_until, kept_until, 0.0)
 
     def unsaved(self, pair: Pair) -> PairRecord | None:
         """What the journal has to learn of the pair. Ends that moved by less than a second may wait for the next time."""

@@ -114,6 +114,7 @@ class Engine:
             self.identities,
             names_max=settings.names_max,
             addresses_max=settings.addresses_per_name_max,
+            live_s=settings.keep_while_flow_seen_s,
         )
         # Endpoints are in groups, groups point to sets; policies change by the flip.
         self.inherited = InheritedSets(self.reconciler.policy, self.reconciler.ipcache, self.identities.labels_by_identity)
@@ -309,7 +310,8 @@ class Engine:
 
     def _end_of_life(self, pair: Pair, now: float) -> None:
         """TTL ran out: the address goes, unless a flow uses it (DECISIONS 15)."""
-        if self.names.selectors_of(pair.name):
+        # Before the first policies nobody wants the name yet, but what the process before wanted is in force.
+        if self.names.selectors_of(pair.name) or self.ipcache.row_follows is not None:
             self._ending.setdefault((pair.scope, pair.address), []).append(pair)
             self._effects.append(ReadLastSeen(pair.scope, pair.address))
         else:
@@ -328,6 +330,7 @@ class Engine:
                 self.names.keep(pair, kept_until)
             else:
                 self.names.forget(pair)
+        self.proxy.take_look(event, now)
 
     # --- identities that nobody needs --------------------------------------------------------------------------------------
 

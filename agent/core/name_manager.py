@@ -9,12 +9,13 @@ A name no selector wants is remembered, so that a selector that comes later find
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
+from agent.core.crowd import Crowd
 from agent.core.dns_cache import DnsCache, Pair
 from agent.core.guard import AddressGuard
 from agent.core.identity import IdentityAllocator, NoRoom
@@ -28,6 +29,8 @@ from agent.core.types import LABEL_WORLD, Address, IpcacheKey, LabelSet, Prefix
 
 # About 2 ms of matching and labels: between two slices the shell looks at its sockets.
 PAIRS_AT_ONCE = 32
+# A bound that was made smaller is reached by and by, so many addresses with each answer.
+EVICTED_AT_ONCE = 32
 
 
 class Learned(NamedTuple):
@@ -53,15 +56,23 @@ class _Stretch:
 
 
 class NameManager:
-    """names_max bounds the names remembered, addresses_max the addresses of one name."""
+    """names_max bounds the names remembered, addresses_max the addresses of one name; live_s: see `Crowd`."""
 
     def __init__(
-        self, cache: DnsCache, ipcache: Ipcache, identities: IdentityAllocator, *, names_max: int, addresses_max: int
+        self,
+        cache: DnsCache,
+        ipcache: Ipcache,
+        identities: IdentityAllocator,
+        *,
+        names_max: int,
+        addresses_max: int,
+        live_s: float,
     ) -> None:
         self.cache = cache
         self.selectors: dict[Fqdn, FqdnSelector] = {}
         self.names_max = names_max
         self.addresses_max = addresses_max
+        self.live_s = live_s
         self.guard = AddressGuard()
         self._index: PatternIndex[Fqdn] = PatternIndex()
         self._ipcache = ipcache
@@ -69,6 +80,7 @@ class NameManager:
         self._selectors_by_name: dict[str, tuple[FqdnSelector, ...]] = {}  # of names in the cache
         self._matched: dict[tuple[FqdnSelector, ...], _Matched] = {}  # a million names of one pattern share one of these
         self._names_in_order: SortedList[str] = SortedList()  # the same names, reversed label by label
+        self._crowds: dict[tuple[int, str], Crowd] = {}
         self._coming: deque[_Stretch] = deque()
         self._gone: deque[_Stretch] = deque()
         self.pairs_at_once = PAIRS_AT_ONCE
@@ -216,11 +228,43 @@ class NameManager:
 
     # --- names -------------------------------------------------------------------------------------------------------
 
+    def make_room(self, name: str, addresses: Collection[Address], scope: int, now: float) -> list[Address]:
+        """Before `learn`: where the name has as many addresses as it may, those longest unused go.
+
+        Gives back the addresses whose flows have to be looked at first (`look`); call again then. None: there is room.
+        Raises NoRoom when too many of them have live flows.
+        """
+        known = self.cache.addresses(scope, name)
+        new = sum(address not in known for address in addresses)
+        if not new or len(known) + new <= self.addresses_max:
+            return []
+        crowd = self._crowds.get((scope, name))
+        if crowd is None:
+            lifetimes = ((address, self.cache.lifetimes[Pair(scope, name, address)]) for address in known)
+            answered = ((address, lifetime.answered_at, lifetime.lives_until) for address, lifetime in lifetimes)
+            crowd = self._crowds[scope, name] = Crowd(answered, self.live_s)
+        count = min(len(known) + new - self.addresses_max, new + EVICTED_AT_ONCE)
+        leaving = crowd.longest_unused(count, addresses, now)
+        if len(leaving) < count:
+            raise NoRoom(f"{name} has {len(known)} addresses and all are in use (limits.addresses-per-name)")
+        unknown = [address for address in leaving if not crowd.is_known(address, now)]
+        if not unknown:
+            for address in leaving:
+                self.forget(Pair(scope, name, address))
+        return unknown
+
+    def look(self, name: str, scope: int, address: Address, seen_at: float | None, now: float) -> None:
+        """When a flow of the address was seen last: asked for by `make_room`."""
+        crowd = self._crowds.get((scope, name))
+        if crowd is not None:
+            crowd.seen(address, seen_at, now)
+
     def learn(self, name: str, records: Iterable[tuple[Address, int]], scope: int, now: float) -> Learned:
         """Take in the addresses of one answer, each with its TTL in seconds.
 
         Raises NoRoom when the identities' bound is reached; what this answer added is taken back then.
         """
+        crowd = self._crowds.get((scope, name))
         selectors = self._selectors_by_name.get(name)
         if selectors is None:
             selectors = self._match(name)
@@ -234,6 +278,8 @@ class NameManager:
                     self._know(name, selectors)
                     learned.added.append(pair)
                     self._relabel(pair, (), selectors)
+                if crowd is not None:
+                    crowd.answered(address, now, self.cache.lifetimes[pair].lives_until)
                 record = self.cache.unsaved(pair)
                 if record is not None:
                     self.records.append(record)
@@ -242,19 +288,12 @@ class NameManager:
         except NoRoom:
             self.take_back(learned.added)
             raise
-        while len(self.cache.addresses(scope, name)) > self.addresses_max:
-            self._evict_one(scope, name, keep={address for _, _, address in learned.added})
         return learned
 
     def _know(self, name: str, selectors: tuple[FqdnSelector, ...]) -> None:
         if name not in self._selectors_by_name:
             self._selectors_by_name[name] = selectors
             self._names_in_order.add(_reversed(name))
-
-    def _evict_one(self, scope: int, name: str, keep: set[Address]) -> None:
-        """Over the bound of one name: the address whose lifetime ends first goes, one of the last answer only if all are."""
-        pairs = [Pair(scope, name, address) for address in self.cache.addresses(scope, name)]
-        self.forget(min(pairs, key=lambda pair: (pair.address in keep, self.cache.lifetimes[pair].lives_until, pair)))
 
     def _relabel(
         self, pair: Pair, before: tuple[FqdnSelector, ...], after: tuple[FqdnSelector, ...], *, beyond_bound: bool = False
@@ -312,9 +351,17 @@ class NameManager:
         if self.cache.remove(pair):
             self.records.append(PairGone(*pair))
             self._relabel(pair, selectors, ())
+            self._leave_crowd(pair)
             if pair.name not in self.cache.scopes_by_name:
                 del self._selectors_by_name[pair.name]
                 self._names_in_order.remove(_reversed(pair.name))
+
+    def _leave_crowd(self, pair: Pair) -> None:
+        crowd = self._crowds.get((pair.scope, pair.name))
+        if crowd is not None:
+            crowd.gone(pair.address)
+            if len(self.cache.addresses(pair.scope, pair.name)) <= self.addresses_max // 2:
+                del self._crowds[pair.scope, pair.name]
 
     @property
     def scopes(self) -> set[int]:

@@ -18,7 +18,19 @@ from dataclasses import dataclass, field
 from agent.core.aliases import Aliases
 from agent.core.barrier import Barrier
 from agent.core.dns_cache import Pair
-from agent.core.events import AskerGone, AskUpstream, Effect, Fact, Forget, Query, Reply, SendReply, UpstreamFailed
+from agent.core.events import (
+    AskerGone,
+    AskUpstream,
+    Effect,
+    Fact,
+    Forget,
+    LastSeen,
+    Query,
+    ReadLastSeen,
+    Reply,
+    SendReply,
+    UpstreamFailed,
+)
 from agent.core.groups import Groups
 from agent.core.history import NameHistory
 from agent.core.identity import NoRoom
@@ -47,6 +59,7 @@ class Transaction:
 
     tries: upstreams not asked yet. due_at: when to look at it again; an older entry in the heap means nothing.
     received, taught: the upstream's octets and their addresses; reply, addresses: without what the address guard took out.
+    looks: (scope, address) whose flows have to be looked at before the reply can be learned.
     pairs: what the reply teaches, in each scope. is_allowed: by policy, not by audit; judged_by: by which one.
     name: what is judged and taught, the name asked or, for a target of an allowed chain, the name that led there.
     """
@@ -72,6 +85,7 @@ class Transaction:
     barrier: Barrier | None = None
     addresses: tuple[tuple[Address, int], ...] = ()
     replied_at: float = 0.0
+    looks: set[tuple[int, Address]] = field(default_factory=set)
     pairs: tuple[Pair, ...] = ()
     due_at: float = 0.0
     rows_waited_for: int = 0
@@ -109,6 +123,7 @@ class Proxy:
         self._deadlines: list[tuple[float, int]] = []
         # Pairs that are new by replies which are still held -> those replies. One that is released makes a pair stay.
         self._bringers: dict[Pair, set[int]] = {}
+        self._numbers_by_look: dict[tuple[int, Address], set[int]] = {}
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -274,6 +289,8 @@ class Proxy:
         name, is_wanted = transaction.name, self._is_wanted(transaction)
         rows, added = [], []
         try:
+            if not self._has_room(transaction, now):
+                return
             for scope in self._teachable(transaction):
                 learned = self._names.learn(name, transaction.addresses, scope, now)
                 self._bring(transaction, scope, learned.added)
@@ -304,7 +321,37 @@ class Proxy:
             self._give_up(transaction, "too many held replies", now)
             return
         self._number_by_barrier[id(transaction.barrier)] = transaction.number
-        self._due(transaction, min(transaction.deadline, transaction.replied_at + self.settings.gate_deadline_s))
+        self._due(transaction, self._gate_ends(transaction))
+
+    def _has_room(self, transaction: Transaction, now: float) -> bool:
+        """May the name have these addresses too? Raises NoRoom. False: flows have to be looked at first (`take_look`)."""
+        addresses = {address for address, _ in transaction.addresses}
+        transaction.looks = {
+            (scope, address)
+            for scope in self._teachable(transaction)
+            for address in self._names.make_room(transaction.name, addresses, scope, now)
+        }
+        for scope, address in sorted(transaction.looks):
+            self._numbers_by_look.setdefault((scope, address), set()).add(transaction.number)
+            self._effects.append(ReadLastSeen(scope, address))
+        if transaction.looks:
+            self._due(transaction, self._gate_ends(transaction))
+        return not transaction.looks
+
+    def take_look(self, seen: LastSeen, now: float) -> None:
+        """A flow of the address was seen last at this time: replies may wait to know it."""
+        look = seen.scope, seen.address
+        for number in sorted(self._numbers_by_look.pop(look, ())):
+            transaction = self.transactions.get(number)
+            if transaction is None or look not in transaction.looks:
+                continue
+            self._names.look(transaction.name, *look, seen.at, now)
+            transaction.looks.discard(look)
+            if not transaction.looks:
+                self._hold(transaction, now)
+
+    def _gate_ends(self, transaction: Transaction) -> float:
+        return min(transaction.deadline, transaction.replied_at + self.settings.gate_deadline_s)
 
     def _may_still_ask(self, transaction: Transaction, now: float) -> bool:
         """The policy changed since the question was judged: another may be the one to answer it now, or nobody (I8).
@@ -426,7 +473,9 @@ class Proxy:
 
     def judge_again(self, endpoints: frozenset[int], now: float) -> None:
         """The policies of these endpoints changed: a held reply is judged again before it goes (DECISIONS 9)."""
-        for transaction in [t for t in self.transactions.values() if t.endpoint in endpoints and t.barrier is not None]:
+        for transaction in [
+            t for t in self.transactions.values() if t.endpoint in endpoints and (t.barrier is not None or t.looks)
+        ]:
             self._forget_barrier(transaction)
             transaction.judged_by = None
             self._hold(transaction, now)
@@ -457,7 +506,7 @@ class Proxy:
             transaction = self.transactions.get(number)
             if transaction is None or transaction.due_at != at:
                 continue
-            if transaction.barrier is not None:
+            if transaction.barrier is not None or transaction.looks:
                 self._gate_deadline(transaction, now)
             elif transaction.upstream is None:
                 self._fail(transaction, ExtendedError.NOT_READY, "still starting", now)

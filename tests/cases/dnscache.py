@@ -5,10 +5,12 @@ What the cases call deferred is here an address whose lifetime is over and whose
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Final
 
 from agent.core.dns_cache import Pair
+from agent.core.identity import NoRoom
 from agent.core.names import EVERY_NAME, normalise_name
 from agent.core.records import PairRecord
 from agent.core.rules import Fqdn
@@ -147,7 +149,13 @@ class _Play:
         lifetimes = self.world.engine.dns_cache.lifetimes
         before = {pair: lifetimes[pair].lives_until for pair in pairs & self.pairs - self.deferred}
         records = [(packed(text), step["ttl"]) for text in step["ips"]]
-        self.world.engine.names.learn(name, records, SCOPE_SHARED, now)
+        names, addresses = self.world.engine.names, [address for address, _ in records]
+        with contextlib.suppress(NoRoom):  # the reply is SERVFAIL and teaches nothing
+            while unknown := names.make_room(name, addresses, SCOPE_SHARED, now):
+                for address in unknown:
+                    mark = self.world.marks.get(address)
+                    names.look(name, SCOPE_SHARED, address, None if mark is None else self.world.at(mark), now)
+            names.learn(name, records, SCOPE_SHARED, now)
         self.deferred -= pairs
         for pair in pairs:
             self.answered_at[pair] = max(step["t"], self.answered_at.get(pair, step["t"]))

@@ -294,6 +294,9 @@ class Simulation:
             assert self.labels_by_number.setdefault(identity, labels) == labels, f"I4: {identity} stands for other labels now"
         self.judge_answers()
         self.judge_order()
+        most = self.world.settings.addresses_per_name_max
+        for scope, name in {(pair.scope, pair.name) for pair in self.engine.dns_cache.lifetimes}:
+            assert len(self.engine.dns_cache.addresses(scope, name)) <= most, f"I9: {name} has more than {most} addresses"
         self.is_sound = True
 
     def _follow_pairs(self) -> None:
@@ -454,9 +457,10 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         policies=st.lists(st.just(allow("*.example.")) | POLICIES, max_size=2),
         identities_max=st.sampled_from((12, 16_384)),
+        addresses_max=st.sampled_from((2, 1_000)),
         in_slices=st.booleans(),
     )
-    def start(self, policies: list[Policy], identities_max: int, in_slices: bool) -> None:
+    def start(self, policies: list[Policy], identities_max: int, addresses_max: int, in_slices: bool) -> None:
         self.in_slices = in_slices
         self.world = World(
             Settings(
@@ -466,6 +470,7 @@ class Histories(RuleBasedStateMachine):
                 keep_while_flow_seen_s=10.0,
                 keep_past_lifetime_s=30.0,
                 identities_max=identities_max,
+                addresses_per_name_max=addresses_max,
             ),
             known_bad=self.known_bad,
             auto=False,

@@ -218,6 +218,7 @@ def test_a_reply_whose_address_is_given_up_meanwhile_does_not_leave() -> None:
     write_out(world)
     evicted = ask_and_reply(world, "a.example.", A)
     latest = ask_and_reply(world, "a.example.", C)
+    world.handle(world.waiting_looks.popleft())
     write_out(world)
     assert world.answer_of(evicted).rcode == "SERVFAIL"
     assert world.answer_of(latest).addresses == [C]
@@ -562,6 +563,23 @@ def test_a_flow_keeps_an_address_open_for_at_most_an_hour_past_its_lifetime() ->
     assert not world.passes(A)
     assert not world.passes(B), "an hour past its lifetime"
     assert not world.engine._ending
+
+
+def test_a_lifetime_that_ends_before_the_first_policies_of_a_restart_is_kept_by_its_flow() -> None:
+    """Nobody wants the name yet, but the sets of the process before do, and new flows to the address go on (I7)."""
+    world = World()
+    world.start(allow("a.example."))
+    world.resolve("a.example.", A, ttl=60)
+    world.resolve("a.example.", B, ttl=60)
+    world.advance(59.0)
+    world.last_seen[1, packed(A)] = world.now
+    restored, *rest = world.die()
+    world.handle(restored)
+    world.advance(2.0)
+    for event in rest:
+        world.handle(event)
+    world.advance(2.0)
+    assert (world.passes(A), world.passes(B)) == (True, False)
 
 
 def test_an_identity_outlives_its_rows_while_a_flow_remembers_it() -> None:

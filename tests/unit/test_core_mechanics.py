@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.barrier import Barriers
+from agent.core.crowd import Crowd
 from agent.core.dns_cache import HEAP_SLACK, DnsCache, Pair
 from agent.core.identity import IdentityAllocator, NoRoom
 from agent.core.reconciler import Reconciler
@@ -394,11 +395,83 @@ def test_names_know_their_selectors_however_both_come_and_go() -> None:
     assert not names.selectors
 
 
-def test_over_the_bound_of_one_name_the_address_that_ends_first_goes() -> None:
-    """The last answer's addresses stay."""
-    world = World(Settings(upstreams=(UPSTREAM,), addresses_per_name_max=2))
+def test_over_the_bound_of_one_name_the_address_longest_unused_goes() -> None:
+    """Answered is used, whatever the TTL; so is a packet of a flow."""
+    world = crowded("192.0.2.1", "192.0.2.2", "192.0.2.3")
+    world.advance(61.0)
+    world.last_seen[1, packed("192.0.2.1")] = world.now - 60.5  # no flow of it is live
+    world.resolve("a.example.", "192.0.2.2", ttl=600)
+    world.resolve("a.example.", "192.0.2.4", ttl=600)
+    assert open_of(world) == [1, 2, 4], "3 was neither answered again nor used"
+    world.advance(1.0)
+    world.resolve("a.example.", "192.0.2.5", ttl=600)
+    assert open_of(world) == [2, 4, 5], "1 was used later than its answer, but before the others'"
+
+
+def test_an_address_with_a_live_flow_is_never_given_up_for_another() -> None:
+    """If all have one the new answer is SERVFAIL, and counted; a minute after the last packet of one there is room."""
+    world = crowded("192.0.2.1", "192.0.2.2", "192.0.2.3")
+    world.advance(100.0)
+    for number in (1, 2, 3):
+        world.last_seen[1, packed(f"192.0.2.{number}")] = world.now
+    assert world.resolve("a.example.", "192.0.2.4", ttl=600).rcode == "SERVFAIL"
+    assert open_of(world) == [1, 2, 3]
+    assert world.engine.proxy.counters["replies without room"] == 1
+    world.advance(30.0)
+    for number in (1, 3):
+        world.last_seen[1, packed(f"192.0.2.{number}")] = world.now
+    world.advance(31.0)
+    assert world.resolve("a.example.", "192.0.2.4", ttl=600).rcode == "NOERROR"
+    assert open_of(world) == [1, 3, 4]
+
+
+def test_an_answer_with_more_addresses_than_a_name_may_have_is_refused() -> None:
+    """None of them is open: a part would be a first packet lost."""
+    world = crowded("192.0.2.1")
+    assert world.resolve("a.example.", "192.0.2.2", "192.0.2.3", "192.0.2.4", "192.0.2.5").rcode == "SERVFAIL"
+    assert open_of(world) == [1]
+
+
+def test_a_reply_waits_for_the_look_at_the_flows_and_not_beyond_the_deadline() -> None:
+    """What flows say may come late, or never."""
+    world = crowded("192.0.2.1", "192.0.2.2", "192.0.2.3")
+    world.auto = False
+    asker = world.ask("a.example.")
+    world.reply(asker, "192.0.2.4")
+    assert not world.answers_of(asker)
+    world.advance(1.1)
+    assert world.answer_of(asker).rcode == "SERVFAIL"
+    assert not world.engine.proxy.transactions
+
+
+def test_a_crowd_looks_at_one_address_for_each_that_comes() -> None:
+    """A name that rotates through ten thousand addresses costs a look for each, not one for all it holds; memory neither."""
+    crowd = Crowd(((packed(f"192.0.2.{number}"), 0.0, 100.0) for number in range(100)), live_s=60.0)
+    looks = 0
+    for number in range(10_000):
+        now = 1.0 + number / 100
+        new = packed(f"198.51.{100 + number // 250}.{number % 250}")
+        (leaving,) = crowd.longest_unused(1, {new}, now)
+        if not crowd.is_known(leaving, now):
+            crowd.seen(leaving, None, now)
+            looks += 1
+        assert crowd.longest_unused(1, {new}, now) == [leaving]
+        crowd.gone(leaving)
+        crowd.answered(new, now, now + 100.0)
+    assert looks == 10_000
+    assert len(crowd._order) <= 2 * 100 + HEAP_SLACK + 1
+    assert len(crowd._looked_at) + len(crowd._live_until) <= 200
+
+
+def crowded(*addresses: str) -> World:
+    """A name that may have three addresses, and has these."""
+    world = World(Settings(upstreams=(UPSTREAM,), addresses_per_name_max=3))
     world.start(allow("a.example."))
-    world.resolve("a.example.", "192.0.2.1", ttl=100)
-    world.resolve("a.example.", "192.0.2.2", ttl=300)
-    world.resolve("a.example.", "192.0.2.3", ttl=60)
-    assert [world.passes(f"192.0.2.{n}") for n in (1, 2, 3)] == [False, True, True]
+    for address in addresses:
+        world.resolve("a.example.", address, ttl=600)
+        world.advance(0.1)
+    return world
+
+
+def open_of(world: World) -> list[int]:
+    return [number for number in range(1, 10) if world.passes(f"192.0.2.{number}")]
