@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.bench.core import CORE
+from tests.bench.datapath import DATAPATH
 from tests.bench.harness import Bench
 from tests.bench.map_write import MAP_WRITE
 from tests.bench.wire import WIRE
 
-BENCHES: tuple[Bench, ...] = (WIRE, MAP_WRITE, CORE)
+BENCHES: tuple[Bench, ...] = (WIRE, MAP_WRITE, CORE, DATAPATH)

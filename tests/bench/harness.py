@@ -3,7 +3,8 @@
 Rule 1: contestants of a race take turns, round by round, in an order that moves: what disturbs one disturbs its rivals too.
 Rule 2: a figure stands beside that of a floor or a peer from the same round; only their ratio may be compared between machines.
 Rule 3: the median is given with the smallest and the largest round. A range that is wide says that the run is worth little.
-Rule 4: time is this process's CPU time, the kernel's work for it included: waiting for a busy core is nobody's cost.
+Rule 4: time is CPU time, this process's unless the race has a clock of its own, the kernel's work for it included: waiting for
+a busy core is nobody's cost.
 Rule 5: a race first lets its contestants show that they do the same work (the bench's own assertion), then measures.
 """
 
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import comb
 from pathlib import Path
 from statistics import median
 
@@ -37,12 +39,18 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """reference: the contestant (floor or peer) that the others are divided by. ratio_max: what that may be at most."""
+    """reference: the contestant (floor or peer) that the others are divided by. ratio_max: what that may be at most.
+
+    clock: what the work costs, in nanoseconds so far; the work may be another process's, or the kernel's. round_ns: how much of
+    it makes a round.
+    """
 
     title: str
     reference: str
     contestants: Sequence[Contestant]
     ratio_max: float | None = None
+    clock: Callable[[], int] = time.process_time_ns
+    round_ns: int = ROUND_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +88,23 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(median(values), min(values), max(values))
 
+    @property
+    def text(self) -> str:
+        return f"({self.smallest:.3f} to {self.largest:.3f})"
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One contestant's line: nanoseconds of one piece of work, and how many times the reference's that is, round by round."""
+    """One contestant's line: nanoseconds of one piece of work, and how many times the reference's that is, round by round.
+
+    interval: where the ratio's median is, at 95 %; None from too few rounds to say.
+    """
 
     name: str
     ns: Spread
     ratio: Spread
     is_reference: bool
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +116,25 @@ class Result:
 
     @property
     def is_over(self) -> bool:
-        return self.ratio_max is not None and any(standing.ratio.median > self.ratio_max for standing in self.standings)
+        """By a median that is over the bound and can be told from no difference at all."""
+        return self.ratio_max is not None and any(
+            standing.ratio.median > self.ratio_max and (standing.interval is None or standing.interval[0] > 1)
+            for standing in self.standings
+        )
 
 
-def measure(race: Race, rounds: int, clock: Callable[[], int] = time.process_time_ns) -> Result:
+def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
+    """Where the median is, at 95 % or a little more, whatever the distribution: by the binomial of how many lie below it."""
+    ordered, below, outside = sorted(values), 0, 0.0
+    while 2 * (outside := outside + comb(len(ordered), below) / 2 ** len(ordered)) <= 0.05:
+        below += 1
+    return (ordered[below - 1], ordered[-below]) if below else None
+
+
+def measure(race: Race, rounds: int) -> Result:
     """Run the race."""
-    counts = {contestant.name: _count_for_a_round(contestant, clock) for contestant in race.contestants}
+    clock = race.clock
+    counts = {contestant.name: _count_for_a_round(contestant, race) for contestant in race.contestants}
     ns_by_name: dict[str, list[float]] = {name: [] for name in counts}
     for turn in range(rounds):
         start = turn % len(race.contestants)
@@ -118,37 +147,33 @@ def measure(race: Race, rounds: int, clock: Callable[[], int] = time.process_tim
                 ended = clock()
             ns_by_name[contestant.name].append((ended - began) / count)
     reference = ns_by_name[race.reference]
+    ratios = {name: [mine / theirs for mine, theirs in zip(ns, reference, strict=True)] for name, ns in ns_by_name.items()}
     standings = tuple(
-        Standing(
-            name,
-            Spread.of(ns),
-            Spread.of([mine / theirs for mine, theirs in zip(ns, reference, strict=True)]),
-            name == race.reference,
-        )
+        Standing(name, Spread.of(ns), Spread.of(ratios[name]), name == race.reference, interval_of_median(ratios[name]))
         for name, ns in ns_by_name.items()
     )
     return Result(race.title, rounds, standings, race.ratio_max)
 
 
-def judge(race: Race, rounds: int, clock: Callable[[], int] = time.process_time_ns) -> Result:
+def judge(race: Race, rounds: int) -> Result:
     """Run the race, and again if a bound is passed: a busy machine must not condemn, and what grows does so every time."""
     for _ in range(TRIES_MAX - 1):
-        result = measure(race, rounds, clock)
+        result = measure(race, rounds)
         if not result.is_over:
             return result
-    return measure(race, rounds, clock)
+    return measure(race, rounds)
 
 
-def _count_for_a_round(contestant: Contestant, clock: Callable[[], int]) -> int:
+def _count_for_a_round(contestant: Contestant, race: Race) -> int:
     """How often the work fits into a round; this is also the warm-up."""
-    count = 1
+    clock, count = race.clock, 1
     while True:
         contestant.prepare(count)
         began = clock()
         contestant.run(count)
         spent = clock() - began
-        if spent >= ROUND_NS // 4:
-            return max(1, count * ROUND_NS // spent)
+        if spent >= race.round_ns // 4:
+            return max(1, count * race.round_ns // spent)
         count *= 4
 
 
@@ -182,8 +207,10 @@ def as_text(result: Result) -> str:
     lines = [f"{result.title}  ({result.rounds} rounds{bound})", f"  {'':<20}{'ns':>9} {'(range)':<24}{'ratio':>7} (range)"]
     for s in result.standings:
         spread = f"({s.ns.smallest:,.0f} to {s.ns.largest:,.0f})"
-        ratio = "reference" if s.is_reference else f"{s.ratio.median:7.3f} ({s.ratio.smallest:.3f} to {s.ratio.largest:.3f})"
+        ratio = "reference" if s.is_reference else f"{s.ratio.median:7.3f} {s.ratio.text}"
         lines.append(f"  {s.name:<20}{s.ns.median:>9,.0f} {spread:<24}{ratio:>9}")
+        if s.interval is not None and not s.is_reference and result.ratio_max is not None:
+            lines.append(f"  {'':<20}its median is between {s.interval[0]:.3f} and {s.interval[1]:.3f} at 95 %")
     return "\n".join(lines)
 
 

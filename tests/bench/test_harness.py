@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.bench import BENCHES
-from tests.bench.harness import ROUND_NS, Bench, Contestant, Figure, Race, as_text, judge, measure
+from tests.bench.harness import ROUND_NS, Bench, Contestant, Figure, Race, as_text, interval_of_median, judge, measure
 
 
 class Track:
@@ -31,8 +31,8 @@ def test_a_race_gives_medians_ranges_and_ratios_of_the_same_round() -> None:
     """A disturbance in the last rounds shows in the range of times and not in the ratio; the order moves."""
     # 9 and 10 runs of growing length find out how much fits into a round; then 10 of 15 rounds are calm.
     track = Track(disturbed_from=19 + 20)
-    race = Race("x", "slow", [track.contestant("slow", 100), track.contestant("fast", 25)])
-    result = measure(race, 15, track.clock)
+    race = Race("x", "slow", [track.contestant("slow", 100), track.contestant("fast", 25)], clock=track.clock)
+    result = measure(race, 15)
     slow, fast = result.standings
     assert (slow.name, slow.is_reference, slow.ratio.median) == ("slow", True, 1)
     assert (fast.ns.smallest, fast.ns.largest) == (25, 75)
@@ -55,13 +55,19 @@ def test_a_bound_is_passed_by_the_median_of_every_try() -> None:
 
         prepared: list[int] = []
         dear = Contestant("dear", disturbed, prepared.append)
-        result = judge(Race("x", "cheap", [track.contestant("cheap", 100), dear], ratio_max), 5, track.clock)
+        result = judge(Race("x", "cheap", [track.contestant("cheap", 100), dear], ratio_max, track.clock), 5)
         assert len(prepared) >= 5
         return result.is_over
 
     assert is_over(3, 0)
     assert not is_over(5, 0)
     assert not is_over(5, 30), "the first try has 10 runs and some 20 that count how much fits"
+
+
+def test_where_a_median_is() -> None:
+    """Of fifteen rounds between the fourth and the twelfth (the binomial's tables); of five nobody can say."""
+    assert interval_of_median([float(value) for value in range(15, 0, -1)]) == (4, 12)
+    assert interval_of_median([1.0] * 5) is None
 
 
 @pytest.mark.parametrize(
