@@ -4,7 +4,8 @@
  *
  * Rule 1: nothing shared is described anywhere else in C; agent/datapath/abi.py is its twin, and a test compares the two.
  * Rule 2: numbers are in host order unless their type says __be; padding is explicit and zero; no bitfields, no holes.
- * Rule 3: enumerations are dense and never renumbered. New members go to the end.
+ * Rule 3: enumerations are dense. Tables are kept under the digest of this file, so that a number written under one edition of
+ *         it is never read under another; within one that was released no member changes its number.
  *
  * An address is always 16 bytes in network order; IPv4 is written v4-mapped (::ffff:a.b.c.d), so that one key serves both
  * families. Only the two ipcache tries keep IPv4 apart: shorter keys, shorter walks.
@@ -51,25 +52,31 @@ enum reason {
 	PASS_REDIRECT = 5,        /* handed to the DNS proxy */
 	PASS_AUDIT = 6,           /* would have been dropped */
 	PASS_ANSWER = 7,          /* our own refusal on its way back to the endpoint */
-	DROP_NO_ENDPOINT = 8,     /* the interface has no row */
-	DROP_NO_GROUP = 9,        /* its group has none */
-	DROP_SOURCE = 10,         /* the source address is not the endpoint's */
-	DROP_NEIGHBOUR_CLAIM = 11, /* claims another's address, or to be a router */
-	DROP_ETHERTYPE = 12,      /* neither ARP nor IP */
-	DROP_VLAN = 13,           /* more than two tags */
-	DROP_VLAN_REDIRECT = 14,  /* DNS inside a tag */
-	DROP_MALFORMED = 15,      /* cannot be read */
-	DROP_EXTENSIONS = 16,     /* too many IPv6 extension headers, or nothing behind them */
-	DROP_FRAGMENT = 17,       /* a later fragment without its first; a fragment where none is taken */
-	DROP_POLICY = 18,         /* no rule allows it */
-	DROP_DENY = 19,           /* a rule denies it */
-	DROP_FLOW_ENDED = 20,     /* its flow was ended by a policy change */
-	DROP_UNRELATED = 21,      /* ICMP error about no known flow */
-	DROP_NO_GATE = 22,        /* the interception device is missing */
-	DROP_NO_SOCKET = 23,      /* nobody listens behind the interception device */
-	DROP_NOT_ASSIGNED = 24,   /* the kernel refused to hand the packet to the socket */
-	DROP_NOT_FOR_GATE = 25,   /* would go, or went, to the interception device but is neither UDP nor TCP */
-	REASON_COUNT = 26,
+	PASS_DHCP = 8,            /* asks for an address, or answers that */
+	PASS_FORWARDED = 9,       /* of an uplink: somebody else's, that this host carries on */
+	DROP_NO_ENDPOINT = 10,    /* the interface has no row */
+	DROP_NO_GROUP = 11,       /* its group has none */
+	DROP_SOURCE = 12,         /* the source address is not the endpoint's */
+	DROP_NEIGHBOUR_CLAIM = 13, /* claims another's address, or to be a router */
+	DROP_ETHERTYPE = 14,      /* neither ARP nor IP */
+	DROP_VLAN = 15,           /* more than two tags */
+	DROP_VLAN_REDIRECT = 16,  /* DNS inside a tag */
+	DROP_MALFORMED = 17,      /* cannot be read */
+	DROP_EXTENSIONS = 18,     /* too many extension headers or IPv4 options, or nothing behind them */
+	DROP_FRAGMENT = 19,       /* a later fragment without its first, or over it; a fragment where none is taken */
+	DROP_POLICY = 20,         /* no rule allows it */
+	DROP_DENY = 21,           /* a rule denies it */
+	DROP_FLOW_ENDED = 22,     /* its flow was ended by a policy change */
+	DROP_UNRELATED = 23,      /* ICMP error about no known flow */
+	DROP_NO_GATE = 24,        /* the interception device is missing */
+	DROP_NO_SOCKET = 25,      /* nobody listens behind the interception device */
+	DROP_NOT_ASSIGNED = 26,   /* the kernel refused to hand the packet to the socket */
+	DROP_NOT_FOR_GATE = 27,   /* would go, or went, to the interception device but is neither UDP nor TCP */
+	DROP_CANARY = 28,         /* put through the hook by the agent, to see that it judges; no packet of anybody */
+	DROP_SOURCE_ROUTE = 29,   /* says itself by which way it goes */
+	DROP_MARTIAN = 30,        /* an address that is on no wire */
+	DROP_QUESTION_LIMIT = 31, /* more questions than its endpoint may ask */
+	REASON_COUNT = 32,
 };
 #define DROP_FIRST DROP_NO_ENDPOINT
 
@@ -102,12 +109,16 @@ struct endpoint_value {
 	__u32 group;
 	__u32 scope;
 	__u8 orientation;
-	__u8 pad[3];
+	__u8 dhcp;    /* it may ask for an address; an uplink may always */
+	__u8 silent;  /* what is denied it gets no answer */
+	__u8 pad;
 };
 SAME_SIZE(endpoint_value, 16);
 SAME_PLACE(endpoint_value, group, 4);
 SAME_PLACE(endpoint_value, scope, 8);
 SAME_PLACE(endpoint_value, orientation, 12);
+SAME_PLACE(endpoint_value, dhcp, 13);
+SAME_PLACE(endpoint_value, silent, 14);
 
 /* groups: group -> */
 struct group_value {
@@ -187,7 +198,7 @@ struct own_address_key {
 SAME_SIZE(own_address_key, 20);
 SAME_PLACE(own_address_key, address, 4);
 
-/* flows: one row for both directions, seen from the endpoint. An ICMP echo has its identifier in both ports. */
+/* flows, ended: one row for both directions, seen from the endpoint. An ICMP echo has its identifier in both ports. */
 struct flow_key {
 	__u32 endpoint;
 	struct address local;
@@ -213,10 +224,11 @@ struct flow_value {
 	__be16 policy_port;  /* by which it is judged: the opener's destination port, or ICMP type */
 	__u8 direction;      /* in which it was opened */
 	__u8 state;
-	__u8 settled;        /* TCP: something other than a SYN was seen */
-	__u8 closing;        /* TCP: bit 1 << direction, once that side sent FIN or RST */
+	__u8 settled;        /* TCP: something other than a SYN was seen; SCTP: both sides have spoken */
+	__u8 closing;        /* bit 1 << direction: TCP, once that side sent FIN or RST; SCTP, both once the association ended */
 	__u8 audited;        /* passes only as long as its group is audited */
-	__u8 pad[5];
+	__u8 exempt;         /* of an uplink: the agent's own, or somebody else's that leaves under the host's address */
+	__u8 pad[4];
 };
 SAME_SIZE(flow_value, 40);
 SAME_PLACE(flow_value, noted, 8);
@@ -229,6 +241,7 @@ SAME_PLACE(flow_value, state, 31);
 SAME_PLACE(flow_value, settled, 32);
 SAME_PLACE(flow_value, closing, 33);
 SAME_PLACE(flow_value, audited, 34);
+SAME_PLACE(flow_value, exempt, 35);
 
 /* last_seen: -> boottime in ns, exact to a second */
 struct last_seen_key {
@@ -261,15 +274,18 @@ struct fragment_value {
 	__be16 source_port;
 	__be16 destination_port;
 	__be16 policy_port;
+	__u16 end;           /* of what the first one holds, in units of 8 bytes */
 	__u8 protocol;
 	__u8 kind;
+	__u8 pad[6];
 };
-SAME_SIZE(fragment_value, 16);
+SAME_SIZE(fragment_value, 24);
 SAME_PLACE(fragment_value, source_port, 8);
 SAME_PLACE(fragment_value, destination_port, 10);
 SAME_PLACE(fragment_value, policy_port, 12);
-SAME_PLACE(fragment_value, protocol, 14);
-SAME_PLACE(fragment_value, kind, 15);
+SAME_PLACE(fragment_value, end, 14);
+SAME_PLACE(fragment_value, protocol, 16);
+SAME_PLACE(fragment_value, kind, 17);
 
 /* counters: -> counter_value; packets that no endpoint is known for are counted under ENDPOINT_NONE */
 struct counter_key {
@@ -286,6 +302,8 @@ struct counter_value {
 };
 SAME_SIZE(counter_value, 16);
 SAME_PLACE(counter_value, bytes, 8);
+
+/* questions: endpoint -> when its next question is due, in ns of boottime: see verdict.h 9a */
 
 /* answers: endpoint -> refusals sent in the second that began at `since` */
 struct answer_value {

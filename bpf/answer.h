@@ -22,7 +22,7 @@
 #include <uapi/linux/tcp.h>
 #include <uapi/linux/udp.h>
 
-#include "parse.h"
+#include "verdict.h"
 
 #define ANSWER_HOPS 64
 #define IPV4_DO_NOT_FRAGMENT 0x4000
@@ -101,28 +101,14 @@ static __always_inline __s64 write_ip(struct __sk_buff *skb, const struct packet
 	return (__s64)sum;
 }
 
-/* Length of the TCP segment, header included. A packet too long for the field says 0 there (BIG TCP). */
-static __always_inline int segment_length(struct __sk_buff *skb, const struct packet *p, __u32 *length)
-{
-	__be16 field;
-
-	if (bpf_skb_load_bytes(skb, ETH_HLEN + (p->family == 6 ? 4 : 2), &field, sizeof(field)) < 0)
-		return -1;
-	if (!field)
-		*length = skb->len - p->transport;
-	else
-		*length = FROM_NET16(field) - (p->family == 6 ? 0 : sizeof(struct iphdr));
-	return 0;
-}
-
 static __always_inline int answer_tcp(struct __sk_buff *skb, const struct packet *p)
 {
 	struct tcphdr asked, reset = {};
-	__u32 length;
+	__u32 length = p->end - p->transport; /* of the segment, header included */
 	__s64 sum;
 	int partial;
 
-	if (bpf_skb_load_bytes(skb, p->transport, &asked, sizeof(asked)) < 0 || segment_length(skb, p, &length))
+	if (bpf_skb_load_bytes(skb, p->transport, &asked, sizeof(asked)) < 0)
 		return -1;
 	partial = is_partial(skb, p->transport + __builtin_offsetof(struct tcphdr, check));
 	if (partial < 0 || bpf_skb_change_tail(skb, p->transport + sizeof(reset), 0) < 0)
@@ -198,10 +184,7 @@ static __always_inline int answer_udp(struct __sk_buff *skb, const struct packet
 /* RFC 1122 3.2.2, RFC 4443 2.4: nothing is answered that went to many; a reset is not answered with one. */
 static __always_inline int is_answerable(const struct packet *p)
 {
-	__be32 first = p->family == 6 ? p->tuple.destination.words[0] : p->tuple.destination.words[3];
-	__be32 many = p->family == 6 ? TO_NET32(0xff000000) : TO_NET32(0xe0000000);
-
-	if (!p->plain || p->part != PART_WHOLE || (first & many) == many)
+	if (!p->plain || p->part != PART_WHOLE || is_to_many(&p->tuple.destination))
 		return 0;
 	return p->tuple.protocol == PROTOCOL_UDP || (p->tuple.protocol == PROTOCOL_TCP && !(p->tcp_flags & TCP_RST));
 }

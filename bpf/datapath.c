@@ -39,6 +39,11 @@ static __always_inline int load_bytes(void *ctx, __u32 offset, void *to, __u32 n
 	return bpf_skb_load_bytes(ctx, offset, to, n) < 0;
 }
 
+#include "parse.h"
+
+#define FAMILY_IPV4 2 /* AF_INET, AF_INET6: the kernel's own headers for them do not go with BCC's */
+#define FAMILY_IPV6 10
+
 /* --- the tables, as verdict.h wants them -------------------------------------------------------------------------- */
 
 static __always_inline __u32 find_identity(__u32 scope, const struct address *address, __u8 family)
@@ -79,7 +84,9 @@ static __always_inline const struct policy_value *find_policy(__u32 set, __u32 i
 
 static __always_inline struct flow_value *find_flow(const struct flow_key *key)
 {
-	return flows.lookup((struct flow_key *)key);
+	struct flow_value *flow = flows.lookup((struct flow_key *)key);
+
+	return flow ? flow : ended.lookup((struct flow_key *)key);
 }
 
 static __always_inline void note_loss(__u32 loss)
@@ -92,7 +99,14 @@ static __always_inline void note_loss(__u32 loss)
 
 static __always_inline void put_flow(const struct flow_key *key, struct flow_value *value)
 {
+	ended.delete((struct flow_key *)key);
 	if (flows.update((struct flow_key *)key, value))
+		note_loss(LOST_FLOW);
+}
+
+static __always_inline void put_ended(const struct flow_key *key, struct flow_value *value)
+{
+	if (ended.update((struct flow_key *)key, value))
 		note_loss(LOST_FLOW);
 }
 
@@ -124,6 +138,37 @@ static __always_inline int is_own_address(__u32 endpoint, const struct address *
 	return own_addresses.lookup(&key) != 0;
 }
 
+static __always_inline const __u64 *find_question_due(__u32 endpoint)
+{
+	return questions.lookup(&endpoint);
+}
+
+static __always_inline void put_question_due(__u32 endpoint, __u64 due)
+{
+	questions.update(&endpoint, &due);
+}
+
+/* Asked of the kernel's own routing, which alone knows broadcasts and the addresses of other interfaces. Where forwarding is off
+ * nothing is routed on. */
+static __always_inline int is_routed_on(struct __sk_buff *skb, const struct packet *p)
+{
+	struct bpf_fib_lookup route = {};
+	long found;
+
+	route.ifindex = skb->ifindex;
+	if (p->family == 6) {
+		route.family = FAMILY_IPV6;
+		__builtin_memcpy(route.ipv6_src, &p->tuple.source, 16);
+		__builtin_memcpy(route.ipv6_dst, &p->tuple.destination, 16);
+	} else {
+		route.family = FAMILY_IPV4;
+		route.ipv4_src = p->tuple.source.words[3];
+		route.ipv4_dst = p->tuple.destination.words[3];
+	}
+	found = bpf_fib_lookup(skb, &route, sizeof(route), 0);
+	return found == BPF_FIB_LKUP_RET_SUCCESS || found == BPF_FIB_LKUP_RET_NO_NEIGH;
+}
+
 #include "verdict.h"
 #include "answer.h"
 
@@ -134,13 +179,15 @@ static __always_inline int is_own_address(__u32 endpoint, const struct address *
  */
 BPF_PERCPU_ARRAY(scratch, struct packet, 1);
 
-static __always_inline struct packet *blank_packet(void)
+static __always_inline struct packet *blank_packet(u32 length)
 {
 	u32 index = 0;
 	struct packet *p = scratch.lookup(&index);
 
-	if (p)
+	if (p) {
 		__builtin_memset(p, 0, sizeof(*p));
+		p->length = length;
+	}
 	return p;
 }
 
@@ -248,15 +295,21 @@ static __always_inline __u8 redirect(struct __sk_buff *skb, const struct packet 
 }
 
 /*
- * Who sent it, for packets on their way to an endpoint. The mark alone proves nothing: a packet that is forwarded may have
- * been given any. One that comes from a socket of this host was marked by somebody with CAP_NET_ADMIN; one that goes back out
- * of the interface it came in by, under a mark that the other side of a veth cannot set, was turned round by us.
+ * Who sent it. The mark alone proves nothing: a packet that is forwarded may have been given any. One that comes from a socket of
+ * this host was marked by somebody with CAP_NET_ADMIN; one that goes back out of the interface it came in by, under a mark that
+ * the other side of a veth cannot set, was turned round by us. What came in nowhere was made on this host.
  */
-static __always_inline __u8 origin_of(struct __sk_buff *skb)
+static __always_inline __u8 origin_of(struct __sk_buff *skb, __u8 direction)
 {
-	if ((skb->mark & MARK_MASK) == MARK_AGENT && skb->sk)
+	u32 mark = skb->mark & MARK_MASK;
+
+	if (mark == MARK_AGENT && skb->sk)
 		return ORIGIN_AGENT;
-	if ((skb->mark & MARK_MASK) == MARK_ANSWER && skb->ingress_ifindex == skb->ifindex)
+	if (direction == DIRECTION_EGRESS)
+		return skb->ingress_ifindex ? ORIGIN_FORWARDED : ORIGIN_WIRE;
+	if (mark == MARK_AGENT && !skb->ingress_ifindex)
+		return ORIGIN_COOKIE;
+	if (mark == MARK_ANSWER && skb->ingress_ifindex == skb->ifindex)
 		return ORIGIN_ANSWER;
 	return ORIGIN_WIRE;
 }
@@ -283,7 +336,7 @@ static __always_inline int may_answer(__u32 endpoint, __u64 now)
 static __always_inline int is_refused(__u8 reason)
 {
 	return reason == DROP_POLICY || reason == DROP_DENY || reason == DROP_FLOW_ENDED || reason == DROP_NO_GATE ||
-	       reason == DROP_NO_SOCKET;
+	       reason == DROP_NO_SOCKET || reason == DROP_QUESTION_LIMIT;
 }
 
 /* The last thing that happens to a packet that must not go on. Back to where it came from means out of a veth's host side, but
@@ -291,7 +344,7 @@ static __always_inline int is_refused(__u8 reason)
 static __always_inline int drop(struct __sk_buff *skb, const struct packet *p, const struct endpoint_value *e, __u8 direction,
 				__u8 reason, __u64 now)
 {
-	if (direction != DIRECTION_EGRESS || !is_refused(reason) || !is_answerable(p) || !may_answer(e->endpoint, now))
+	if (direction != DIRECTION_EGRESS || e->silent || !is_refused(reason) || !is_answerable(p) || !may_answer(e->endpoint, now))
 		return TC_ACT_SHOT;
 	if (answer(skb, p))
 		return TC_ACT_SHOT;
@@ -299,10 +352,19 @@ static __always_inline int drop(struct __sk_buff *skb, const struct packet *p, c
 	return bpf_redirect(skb->ifindex, e->orientation == ORIENTATION_UPLINK ? BPF_F_INGRESS : 0);
 }
 
+/*
+ * A frame that the agent puts through a hook to see it counted and gone. Nobody else can make one: what comes from a wire, or
+ * from another network namespace, carries no mark. Dropped under audit too, so it needs no policy and reaches no stack.
+ */
+static __always_inline int is_canary(struct __sk_buff *skb)
+{
+	return skb->protocol == TO_NET16(ETHERTYPE_CANARY) && (skb->mark & MARK_MASK) == MARK_ANSWER;
+}
+
 static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 {
 	u32 ifindex = skb->ifindex, length = skb->len;
-	struct packet *p = blank_packet();
+	struct packet *p = blank_packet(length);
 	struct decision d = {};
 	struct endpoint_value *endpoint_row, e = {};
 	struct group_value *group_row, g = {};
@@ -311,6 +373,10 @@ static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 
 	if (!p)
 		return TC_ACT_SHOT; /* cannot be: the array has this one row */
+	if (is_canary(skb)) {
+		count(ENDPOINT_NONE, DROP_CANARY, length);
+		return TC_ACT_SHOT;
+	}
 	/* 1. Read at once: a row that is replaced may be used for another key a moment later. */
 	endpoint_row = endpoints.lookup(&ifindex);
 	if (!endpoint_row) {
@@ -330,8 +396,7 @@ static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 	g = *group_row;
 
 	p->vlans = skb->vlan_present ? 1 : 0;
-	if (direction == DIRECTION_INGRESS)
-		p->origin = origin_of(skb);
+	p->origin = origin_of(skb, direction);
 	decide(skb, p, &e, &g, direction, now, &d);
 	if (d.reason == PASS_REDIRECT) {
 		d.reason = redirect(skb, p, &action);
@@ -413,12 +478,16 @@ static __always_inline __u8 assign_socket(struct __sk_buff *skb, const struct pa
 
 int gate(struct __sk_buff *skb)
 {
-	struct packet *p = blank_packet();
-	struct decision d = {};
 	u32 length = skb->len;
+	struct packet *p = blank_packet(length);
+	struct decision d = {};
 
 	if (!p)
 		return TC_ACT_SHOT;
+	if (is_canary(skb)) {
+		count(ENDPOINT_NONE, DROP_CANARY, length);
+		return TC_ACT_SHOT;
+	}
 	bpf_skb_change_type(skb, 0); /* the frame is addressed to whoever the endpoint takes for its router */
 	d.reason = (__u8)parse_frame(skb, p);
 	if (!d.reason && (p->part != PART_WHOLE || (p->tuple.protocol != PROTOCOL_TCP && p->tuple.protocol != PROTOCOL_UDP)))

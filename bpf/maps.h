@@ -25,6 +25,10 @@
 #ifndef FLOWS_MAX
 #define FLOWS_MAX 262144
 #endif
+/* Only a policy that changes under running flows fills it, and only with those. */
+#ifndef ENDED_MAX
+#define ENDED_MAX ((FLOWS_MAX) / 4)
+#endif
 #ifndef LAST_SEEN_MAX
 #define LAST_SEEN_MAX 524288
 #endif
@@ -49,6 +53,8 @@ BPF_F_TABLE("lpm_trie", struct ipcache4_key, u32, ipcache4, IPCACHE_MAX, BPF_F_N
 BPF_F_TABLE("lpm_trie", struct ipcache6_key, u32, ipcache6, IPCACHE_MAX, BPF_F_NO_PREALLOC);
 
 BPF_F_TABLE("lru_hash", struct flow_key, struct flow_value, flows, FLOWS_MAX, 0);
+/* Not in `flows`, where every new flow pushes out an old one: whoever could push out an ended one could open it again. */
+BPF_F_TABLE("lru_hash", struct flow_key, struct flow_value, ended, ENDED_MAX, 0);
 BPF_F_TABLE("lru_hash", struct fragment_key, struct fragment_value, fragments, FRAGMENTS_MAX, 0);
 /* An LRU although an address forgotten too early may be closed under its user: a full hash would forget the newest. */
 BPF_F_TABLE("lru_hash", struct last_seen_key, u64, last_seen, LAST_SEEN_MAX, 0);
@@ -58,6 +64,7 @@ BPF_F_TABLE("percpu_hash", u32, struct counter_value, rules, RULES_MAX, 0);
 BPF_F_TABLE("percpu_array", u32, u64, lost, LOSS_COUNT, 0);
 BPF_RINGBUF_OUTPUT(events, EVENT_PAGES);
 BPF_F_TABLE("lru_hash", u32, struct answer_value, answers, ENDPOINTS_MAX, 0);
+BPF_F_TABLE("lru_hash", u32, u64, questions, ENDPOINTS_MAX, 0);
 
 BPF_F_TABLE("array", u32, u32, settings, SETTING_COUNT, 0);
 /* Key: (IPv6 ? 2 : 0) | (TCP ? 1 : 0). The row of a socket that is closed vanishes by itself. */

@@ -3,13 +3,21 @@
  * Verdict of a packet. The same numbers stand in agent/datapath/model.py.
  *
  *  1. The interface names the endpoint, the endpoint its group. Neither is guessed: without a row the packet is dropped.
- *  2. What cannot be read is dropped (parse.h).
+ *  2. What cannot be read is dropped (parse.h), and what says itself by which way it goes.
  *  3. ARP, neighbour discovery and MLD pass toward the endpoint. From it they pass when they claim no address but its own
  *     (link-local ones are its own) or none, and no router's part.
  *     Neighbour discovery and MLD do not leave the link: a router would carry them, and whatever they hold, anywhere.
- *  4. Toward the endpoint: what the agent's own sockets send, and our own refusals, pass.
- *  5. From the endpoint: the source is one of its addresses.
- *  6. A later fragment is judged as its first one was; it never opens a flow. Without a first that passed it is dropped.
+ *     a. DHCP of an uplink, and of an endpoint that may, passes: questions to everybody on the link, and answers to its port.
+ *        A question to one server needs a rule; without one a lease is renewed from everybody (RFC 2131 4.4.5, RFC 8415 18.2.5).
+ *  4. Toward the endpoint: what the agent's own sockets send, and our own refusals, pass. Under load the kernel answers a SYN
+ *     by a cookie and without a socket: a SYN-ACK made on this host under the agent's mark passes too, and opens nothing.
+ *     a. From an uplink: what the agent's own sockets send passes, and what this host only forwards, which its own endpoint is to
+ *        police. Replies come back to the agent, and to what leaves under the host's address (masqueraded): both leave a flow.
+ *     b. Toward an uplink: what this host routes on passes. What goes to many is the host's.
+ *     c. The host's own ICMP error about a packet that was not to the host is about what it forwards.
+ *  5. From the endpoint: the source is one of its addresses. Neither end is an address that is on no wire.
+ *  6. A later fragment is judged as its first one was; it never opens a flow. Without a first that passed it is dropped, and
+ *     where it would write over what the first one holds (RFC 3128, RFC 5722).
  *  7. A packet of a live flow of the present set passes.
  *     a. A flow too long without a packet, and a TCP connection closed by both sides that is opened anew, is no flow.
  *     b. A TCP SYN against the direction of a live flow is not of that flow: judged as new, the flow is left as it is.
@@ -17,9 +25,12 @@
  *        no flow, or to somebody else: dropped.
  *     d. Of an ended flow nothing passes but what opens a new one by 8 to 10: the endpoint's SYN or datagram; the peer's
  *        SYN where it was the peer who had opened it. What the proxy must get it gets.
+ *     e. A flow of 4a is never judged again. It is none for what the host's own sockets send.
  *  8. Address -> identity: in the endpoint's scope, else in the static one, else world.
  *  9. Identity x direction x protocol x port -> the stronger of the identity's row and the row for any identity: deny,
  *     redirect, allow. No row: the direction's default.
+ *     a. What is redirected is counted where it begins a question (a datagram, a SYN); what is over the endpoint's limit is
+ *        dropped.
  * 10. Allowed: a flow is opened. Not by a reset, and toward the endpoint not by TCP other than a SYN.
  * 11. A live flow of another set is judged again by 8 and 9 in the direction in which it was opened, by the address's
  *     present identity and by the remembered one. A denial of either ends it, then a redirect of either, an allow of either
@@ -31,10 +42,13 @@
  *
  *   find_identity(scope, address, family)   -> identity, 0 on a miss
  *   find_policy(set, identity, direction, protocol, port) -> row or NULL
- *   find_flow(key) -> row or NULL; put_flow(key, value)
+ *   find_flow(key) -> row, also of an ended flow, or NULL
+ *   put_flow(key, value) in place of an ended one, if there was; put_ended(key, value)
  *   find_fragment(key) -> row or NULL; put_fragment(key, value)
  *   put_last_seen(scope, address, now)
  *   is_own_address(endpoint, address)
+ *   is_routed_on(ctx, packet): whether this host's routing leads it to somebody else
+ *   find_question_due(endpoint) -> row or NULL; put_question_due(endpoint, due)
  */
 #ifndef NAMEGATE_VERDICT_H
 #define NAMEGATE_VERDICT_H
@@ -55,13 +69,21 @@
 /* Whoever asks when an address was last seen asks about minutes. */
 #define LAST_SEEN_STEP_NS SECOND_NS
 
-#define CLOSED_BY_BOTH ((1 << DIRECTION_EGRESS) | (1 << DIRECTION_INGRESS))
+/* DECISIONS 21; of each endpoint. 0 questions a second are any number. */
+#ifndef QUESTIONS_PER_SECOND
+#define QUESTIONS_PER_SECOND 2000
+#endif
+#ifndef QUESTION_BURST
+#define QUESTION_BURST 500
+#endif
+#define QUESTION_NS (SECOND_NS / (QUESTIONS_PER_SECOND ? QUESTIONS_PER_SECOND : 1))
 
-enum origin {
-	ORIGIN_WIRE = 0,
-	ORIGIN_AGENT = 1,  /* the agent's mark and a local socket */
-	ORIGIN_ANSWER = 2, /* a refusal this program turned round */
-};
+#define PORT_DHCP_SERVER TO_NET16(67)
+#define PORT_DHCP_CLIENT TO_NET16(68)
+#define PORT_DHCPV6_CLIENT TO_NET16(546)
+#define PORT_DHCPV6_SERVER TO_NET16(547)
+
+#define CLOSED_BY_BOTH ((1 << DIRECTION_EGRESS) | (1 << DIRECTION_INGRESS))
 
 struct decision {
 	__u32 identity;
@@ -94,6 +116,28 @@ static __always_inline int is_unspecified(const struct address *a)
 	return !a->words[3] && (is_mapped(a) || (!a->words[0] && !a->words[1] && !a->words[2]));
 }
 
+/* Of IPv4, multicast and the limited broadcast; whether an address is the broadcast of its network only routing knows. */
+static __always_inline int is_to_many(const struct address *a)
+{
+	if (!is_mapped(a))
+		return (a->words[0] & TO_NET32(0xff000000)) == TO_NET32(0xff000000);
+	return (a->words[3] & TO_NET32(0xf0000000)) == TO_NET32(0xe0000000) || a->words[3] == TO_NET32(0xffffffff);
+}
+
+static __always_inline int is_loopback(const struct address *a)
+{
+	if (!is_mapped(a))
+		return !a->words[0] && !a->words[1] && !a->words[2] && a->words[3] == TO_NET32(1);
+	return (a->words[3] & TO_NET32(0xff000000)) == TO_NET32(0x7f000000);
+}
+
+/* RFC 1122 3.2.1.3, RFC 4291 2.5: what no router carries and no stack takes from a wire. */
+static __always_inline int is_martian(const struct tuple *t)
+{
+	return is_loopback(&t->source) || is_loopback(&t->destination) || is_unspecified(&t->source) ||
+	       is_unspecified(&t->destination) || is_to_many(&t->source);
+}
+
 static __always_inline int may_claim(__u32 endpoint, const struct address *a)
 {
 	return is_unspecified(a) || is_link_local(a) || is_own_address(endpoint, a);
@@ -113,13 +157,12 @@ static __always_inline int is_same_address(const struct address *a, const struct
 static __always_inline int is_on_link(const struct packet *p, __u8 direction)
 {
 	const struct address *to = &p->tuple.destination, *from = &p->tuple.source;
-	int is_to_many = (to->words[0] & TO_NET32(0xff000000)) == TO_NET32(0xff000000);
 
 	if (p->kind == KIND_ARP)
 		return 1;
 	if (is_link_local(direction == DIRECTION_EGRESS ? to : from))
 		return 1;
-	if (is_to_many)
+	if (is_to_many(to))
 		return p->hops == 1 || (to->words[0] & TO_NET32(0x000f0000)) == TO_NET32(0x00020000);
 	if (direction == DIRECTION_INGRESS && p->hops == 255)
 		return 1;
@@ -141,6 +184,35 @@ static __always_inline __u8 judge_neighbour(const struct endpoint_value *e, cons
 	return PASS_NEIGHBOUR;
 }
 
+/* ff02::1:2, all relays and servers on the link */
+static __always_inline int is_dhcp_servers(const struct address *a)
+{
+	return a->words[0] == TO_NET32(0xff020000) && !a->words[1] && !a->words[2] && a->words[3] == TO_NET32(0x00010002);
+}
+
+/* 3a. RFC 2131 4.1, RFC 8415 7.2 and 13. Who has no address yet asks from none, and is answered at the one he is to have. */
+static __always_inline int is_dhcp(const struct endpoint_value *e, const struct packet *p, __u8 direction)
+{
+	const struct tuple *t = &p->tuple;
+
+	if (!e->dhcp && e->orientation != ORIENTATION_UPLINK)
+		return 0;
+	if (t->protocol != PROTOCOL_UDP || p->part != PART_WHOLE)
+		return 0;
+	if (p->family == 4) {
+		if (direction == DIRECTION_INGRESS)
+			return t->source_port == PORT_DHCP_SERVER && t->destination_port == PORT_DHCP_CLIENT;
+		return t->source_port == PORT_DHCP_CLIENT && t->destination_port == PORT_DHCP_SERVER &&
+		       t->destination.words[3] == TO_NET32(0xffffffff) &&
+		       (is_unspecified(&t->source) || is_own_address(e->endpoint, &t->source));
+	}
+	if (direction == DIRECTION_INGRESS)
+		return t->source_port == PORT_DHCPV6_SERVER && t->destination_port == PORT_DHCPV6_CLIENT &&
+		       is_link_local(&t->destination);
+	return t->source_port == PORT_DHCPV6_CLIENT && t->destination_port == PORT_DHCPV6_SERVER &&
+	       is_link_local(&t->source) && (is_link_local(&t->destination) || is_dhcp_servers(&t->destination));
+}
+
 static __always_inline void fragment_key_of(const struct packet *p, __u32 endpoint, __u8 direction, struct fragment_key *key)
 {
 	key->endpoint = endpoint;
@@ -159,7 +231,7 @@ static __always_inline __u8 follow_first_fragment(struct packet *p, __u32 endpoi
 
 	fragment_key_of(p, endpoint, direction, &key);
 	first = find_fragment(&key);
-	if (!first || time_since(first->at, now) > FRAGMENT_NS)
+	if (!first || time_since(first->at, now) > FRAGMENT_NS || p->place < first->end)
 		return DROP_FRAGMENT;
 	p->tuple.source_port = first->source_port;
 	p->tuple.destination_port = first->destination_port;
@@ -179,6 +251,7 @@ static __always_inline void remember_first_fragment(const struct packet *p, __u3
 	value.source_port = p->tuple.source_port;
 	value.destination_port = p->tuple.destination_port;
 	value.policy_port = p->policy_port;
+	value.end = (__u16)((p->end - p->transport + 7) / 8);
 	value.protocol = p->tuple.protocol;
 	value.kind = p->kind;
 	put_fragment(&key, &value);
@@ -200,7 +273,7 @@ static __always_inline int is_opening(const struct packet *p)
 	if (p->part == PART_LATER)
 		return 0;
 	return p->tuple.protocol != PROTOCOL_TCP ||
-	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
+	       (p->tcp_flags & TCP_BEGIN_OR_END) == TCP_SYN;
 }
 
 /* 7a */
@@ -210,7 +283,7 @@ static __always_inline int is_over(const struct flow_value *flow, __u8 protocol,
 
 	if (flow->state == FLOW_ENDED) {
 		life = FLOW_ENDED_NS;
-	} else if (protocol == PROTOCOL_TCP) {
+	} else if (protocol == PROTOCOL_TCP || protocol == PROTOCOL_SCTP) {
 		int is_closed = flow->closing == CLOSED_BY_BOTH;
 
 		if (is_closed && is_opened_anew)
@@ -232,7 +305,12 @@ static __always_inline void note_packet(struct flow_value *flow, const struct fl
 		if (p->tcp_flags & (TCP_FIN | TCP_RST))
 			flow->closing |= (__u8)(1 << direction);
 	}
-	if (time_since(flow->noted, now) >= LAST_SEEN_STEP_NS) {
+	if (p->tuple.protocol == PROTOCOL_SCTP) {
+		flow->settled |= direction != flow->direction;
+		if (p->is_end)
+			flow->closing = CLOSED_BY_BOTH;
+	}
+	if (!flow->exempt && time_since(flow->noted, now) >= LAST_SEEN_STEP_NS) {
 		flow->noted = now;
 		put_last_seen(scope, &key->remote, now);
 	}
@@ -285,8 +363,28 @@ static __always_inline __u8 reason_of(const struct finding *finding, const struc
 	return DROP_DENY;
 }
 
+/*
+ * 9a. The row says when the endpoint's next question is due if all come evenly spread; one that comes so much earlier that a whole
+ * burst is between is too many (ITU-T I.371, virtual scheduling). One number, so that two processors cannot tear it apart.
+ */
+static __always_inline int may_ask(__u32 endpoint, __u64 now)
+{
+	const __u64 *row;
+	__u64 due = now;
+
+	if (QUESTIONS_PER_SECOND == 0)
+		return 1;
+	row = find_question_due(endpoint);
+	if (row && *row > now)
+		due = *row;
+	if (due - now + QUESTION_NS > QUESTION_BURST * QUESTION_NS)
+		return 0;
+	put_question_due(endpoint, due + QUESTION_NS);
+	return 1;
+}
+
 /* A redirected packet is reassembled and untagged nowhere on its way to the proxy, which has sockets of two kinds. */
-static __always_inline __u8 redirect_or_not(const struct packet *p)
+static __always_inline __u8 redirect_or_not(const struct packet *p, __u32 endpoint, __u64 now)
 {
 	if (p->tuple.protocol != PROTOCOL_TCP && p->tuple.protocol != PROTOCOL_UDP)
 		return DROP_NOT_FOR_GATE;
@@ -294,6 +392,8 @@ static __always_inline __u8 redirect_or_not(const struct packet *p)
 		return DROP_VLAN_REDIRECT;
 	if (p->part != PART_WHOLE)
 		return DROP_FRAGMENT;
+	if (is_opening(p) && !may_ask(endpoint, now))
+		return DROP_QUESTION_LIMIT;
 	return PASS_REDIRECT;
 }
 
@@ -329,10 +429,40 @@ static __always_inline __u8 judge_again(struct flow_value *flow, const struct fl
 	} else {
 		flow->last = now;
 		flow->state = FLOW_ENDED;
+		put_ended(key, flow);
 	}
 	if (reason == PASS_REDIRECT)
-		return is_of_flow && direction == DIRECTION_EGRESS ? redirect_or_not(p) : DROP_FLOW_ENDED;
+		return is_of_flow && direction == DIRECTION_EGRESS ? redirect_or_not(p, e->endpoint, now) : DROP_FLOW_ENDED;
 	return reason;
+}
+
+/* 10. What may follow passes by it. */
+static __always_inline void open_flow(const struct flow_key *key, const struct packet *p, const struct endpoint_value *e,
+				      const struct group_value *g, __u8 direction, __u64 now, const struct decision *d,
+				      __u8 audited, __u8 exempt)
+{
+	struct flow_value opened = {};
+
+	opened.last = now;
+	opened.identity = d->identity;
+	opened.set = g->set;
+	opened.cookie = d->cookie;
+	opened.policy_port = p->policy_port;
+	opened.direction = direction;
+	opened.audited = audited;
+	opened.exempt = exempt;
+	note_packet(&opened, key, p, e->scope, direction, now);
+	put_flow(key, &opened);
+}
+
+/* Does this packet leave a flow where it passes? */
+static __always_inline int may_open(const struct packet *p, __u8 direction)
+{
+	if (p->kind != KIND_FLOW || p->part == PART_LATER)
+		return 0;
+	if (direction == DIRECTION_EGRESS)
+		return p->tuple.protocol != PROTOCOL_TCP || !(p->tcp_flags & TCP_RST);
+	return is_opening(p);
 }
 
 /* 3 to 11; `audit` is dealt with by the caller, but for flows. */
@@ -347,10 +477,37 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 
 	if (p->kind >= KIND_ARP) /* 3. */
 		return judge_neighbour(e, p, direction);
-	if (direction == DIRECTION_INGRESS && p->origin != ORIGIN_WIRE) /* 4. */
-		return p->origin == ORIGIN_AGENT ? PASS_AGENT : PASS_ANSWER;
-	if (direction == DIRECTION_EGRESS && !is_own_address(e->endpoint, &p->tuple.source)) /* 5. */
+	if (is_dhcp(e, p, direction)) /* 3a. */
+		return PASS_DHCP;
+	if (direction == DIRECTION_INGRESS) { /* 4. */
+		if (p->origin == ORIGIN_AGENT)
+			return PASS_AGENT;
+		if (p->origin == ORIGIN_ANSWER)
+			return PASS_ANSWER;
+		if (p->origin == ORIGIN_COOKIE && (p->tcp_flags & TCP_BEGIN_OR_END) == (TCP_SYN | TCP_ACK))
+			return PASS_AGENT;
+	} else if (e->orientation == ORIENTATION_UPLINK &&
+		   (p->origin == ORIGIN_AGENT || p->origin == ORIGIN_FORWARDED)) { /* 4a. */
+		reason = p->origin == ORIGIN_AGENT ? PASS_AGENT : PASS_FORWARDED;
+		if (!may_open(p, direction) ||
+		    (reason == PASS_FORWARDED && !is_own_address(e->endpoint, &p->tuple.source)))
+			return reason;
+		flow_key_of(&p->tuple, e->endpoint, 1, &key);
+		flow = find_flow(&key);
+		if (flow && flow->exempt && !is_over(flow, key.protocol, is_opening(p), now))
+			note_packet(flow, &key, p, e->scope, direction, now);
+		else
+			open_flow(&key, p, e, g, direction, now, d, 0, 1);
+		return reason;
+	} else if (!is_own_address(e->endpoint, &p->tuple.source)) { /* 5. */
 		return DROP_SOURCE;
+	}
+	if (is_martian(&p->tuple))
+		return DROP_MARTIAN;
+	if (direction == DIRECTION_INGRESS && e->orientation == ORIENTATION_UPLINK &&
+	    !is_own_address(e->endpoint, &p->tuple.destination) && !is_to_many(&p->tuple.destination) &&
+	    is_routed_on(ctx, p)) /* 4b. */
+		return PASS_FORWARDED;
 	if (p->part == PART_LATER) { /* 6. */
 		reason = follow_first_fragment(p, e->endpoint, direction, now);
 		if (reason)
@@ -365,6 +522,9 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 			return reason;
 		if (!is_same_address(&p->tuple.destination, &p->about.source))
 			return DROP_UNRELATED;
+		if (direction == DIRECTION_EGRESS && e->orientation == ORIENTATION_UPLINK &&
+		    !is_own_address(e->endpoint, &p->about.destination) && !is_to_many(&p->about.destination)) /* 4c. */
+			return PASS_FORWARDED;
 		flow_key_of(&p->about, e->endpoint, direction == DIRECTION_INGRESS, &key);
 	} else {
 		flow_key_of(&p->tuple, e->endpoint, direction == DIRECTION_EGRESS, &key);
@@ -373,24 +533,26 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 		flow = find_flow(&key);
 	if (flow && is_over(flow, key.protocol, p->kind == KIND_FLOW && is_opening(p), now)) /* 7a. */
 		flow = 0;
+	if (flow && flow->exempt && direction == DIRECTION_EGRESS && p->kind == KIND_FLOW) /* 7e. */
+		flow = 0;
 
 	if (flow && flow->state == FLOW_ENDED) { /* 7d. */
 		if (p->kind == KIND_ERROR)
 			return DROP_FLOW_ENDED;
-		flow->last = now;
 		is_barred = !is_opening(p);
-		if (direction == DIRECTION_INGRESS) {
+		if (direction == DIRECTION_INGRESS)
 			is_barred |= p->tuple.protocol != PROTOCOL_TCP || flow->direction != DIRECTION_INGRESS;
-			if (is_barred)
-				return DROP_FLOW_ENDED;
-		}
+		flow->last = now;
+		put_ended(&key, flow);
+		if (is_barred && direction == DIRECTION_INGRESS)
+			return DROP_FLOW_ENDED;
 	} else if (flow && p->kind == KIND_FLOW && p->tuple.protocol == PROTOCOL_TCP && is_opening(p) &&
 		   direction != flow->direction) { /* 7b. */
 		is_alone = 1;
 	} else if (flow) {
 		d->identity = flow->identity;
 		d->cookie = flow->cookie;
-		if (flow->set != g->set || (flow->audited && !g->audit))
+		if (!flow->exempt && (flow->set != g->set || (flow->audited && !g->audit)))
 			return judge_again(flow, &key, p, e, g, direction, now, d); /* 11. */
 		if (p->kind == KIND_ERROR)
 			return flow->audited ? PASS_AUDIT : PASS_RELATED;
@@ -405,26 +567,14 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 	d->cookie = finding.cookie;
 	reason = reason_of(&finding, g, direction);
 	if (reason == PASS_REDIRECT)
-		return redirect_or_not(p);
+		return redirect_or_not(p, e->endpoint, now);
 	if (reason == PASS_POLICY && is_barred)
 		return DROP_FLOW_ENDED;
 	if (reason != PASS_POLICY && !g->audit)
 		return reason;
 
-	if (p->kind == KIND_FLOW && !is_alone && !is_barred && p->part != PART_LATER && /* 10. */
-	    (direction == DIRECTION_EGRESS ? p->tuple.protocol != PROTOCOL_TCP || !(p->tcp_flags & TCP_RST) : is_opening(p))) {
-		struct flow_value opened = {};
-
-		opened.last = now;
-		opened.identity = d->identity;
-		opened.set = g->set;
-		opened.cookie = d->cookie;
-		opened.policy_port = p->policy_port;
-		opened.direction = direction;
-		opened.audited = reason != PASS_POLICY;
-		note_packet(&opened, &key, p, e->scope, direction, now);
-		put_flow(&key, &opened);
-	}
+	if (!is_alone && !is_barred && may_open(p, direction)) /* 10. */
+		open_flow(&key, p, e, g, direction, now, d, reason != PASS_POLICY, 0);
 	return reason;
 }
 

@@ -5,11 +5,13 @@ A case is put to each of them with the same rows and the same frames, and each m
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import socket
 import struct
 import subprocess
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, Protocol
 
@@ -22,7 +24,21 @@ from agent.datapath.model import NS, Model, Origin
 
 IFINDEX: Final = 1  # test runs need an interface that exists everywhere; nothing is sent through it
 MARK_AGENT, MARK_ANSWER = 0xA00, 0xB00
+QUESTIONS_PER_SECOND, QUESTION_BURST = 1, 64  # so slow that a test's own time does not count
 _SK_BUFF_SIZE: Final = 192
+_CLONE_NEWNET: Final = 0x40000000
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_ROUTING: Final = (
+    "link set lo up",
+    "addr add 192.0.2.10/24 dev lo",
+    "addr add 2001:db8:0:a::10/64 dev lo nodad",
+    "link add away type veth peer name far",
+    "addr add 192.0.2.250/32 dev away",
+    "link set away up",
+    "link set far up",
+    "route add 10.0.0.0/8 dev away",
+    "-6 route add 2001:db8:0:d::/64 dev away",
+)
 _ACTION_PASS, _ACTION_DROP, _ACTION_REDIRECT = -1, 2, 7
 
 
@@ -36,13 +52,13 @@ class Judge(Protocol):
         ...
 
     def flows(self) -> set[tuple[object, ...]]:
-        """Of every flow: endpoint, addresses, ports, protocol; identity, set, cookie, direction, state, audited."""
+        """Of every flow: endpoint, addresses, ports, protocol; identity, set, cookie, direction, state, audited, exempt."""
         ...
 
 
 class ModelJudge:
     def __init__(self) -> None:
-        self.model = Model()
+        self.model = Model(questions_per_second=QUESTIONS_PER_SECOND, question_burst=QUESTION_BURST)
         self.now = 1_000_000 * NS
 
     def apply(self, writes: Sequence[Write]) -> None:
@@ -57,7 +73,7 @@ class ModelJudge:
 
     def flows(self) -> set[tuple[object, ...]]:
         return {
-            (*key, flow.identity, flow.set, flow.cookie, flow.direction, flow.state, flow.audited)
+            (*key, flow.identity, flow.set, flow.cookie, flow.direction, flow.state, flow.audited, flow.exempt)
             for key, flow in self.model.flows.items()
         }
 
@@ -67,8 +83,9 @@ def build_harness(directory: Path) -> Path:
     source = Path(__file__).parent / "native" / "harness.c"
     output = directory / "harness"
     command = ["gcc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined,address"]
+    limits = [f"-DQUESTIONS_PER_SECOND={QUESTIONS_PER_SECOND}", f"-DQUESTION_BURST={QUESTION_BURST}"]
     subprocess.run(
-        [*command, "-fno-sanitize-recover=all", f"-I{loader.source_directory()}", "-o", str(output), str(source)],
+        [*command, *limits, "-fno-sanitize-recover=all", f"-I{loader.source_directory()}", "-o", str(output), str(source)],
         check=True,
         timeout=100,
     )
@@ -125,10 +142,10 @@ class NativeJudge:
 
 def _flow_of(key: bytes, value: bytes) -> tuple[object, ...]:
     endpoint, local, remote, local_port, remote_port, protocol, _ = abi.FLOW_KEY.unpack(key)
-    _, _, identity, number, cookie, _, direction, state, _, _, audited, _ = abi.FLOW_VALUE.unpack(value)
+    _, _, identity, number, cookie, _, direction, state, _, _, audited, exempt, _ = abi.FLOW_VALUE.unpack(value)
     ports = (int.from_bytes(port, "big") for port in (local_port, remote_port))
     tuple_ = (endpoint, abi.unmapped(local), abi.unmapped(remote), *ports, protocol)
-    return (*tuple_, identity, number, cookie, direction, state, bool(audited))
+    return (*tuple_, identity, number, cookie, direction, state, bool(audited), bool(exempt))
 
 
 # Small tables: a test fills none of them, and each load of the program makes them anew.
@@ -137,11 +154,14 @@ SMALL_TABLES: Final = {
     "MARK_AGENT": MARK_AGENT,
     "MARK_ANSWER": MARK_ANSWER,
     "ANSWERS_PER_SECOND": 0,  # so that a drop is a drop; refusals have tests of their own
+    "QUESTIONS_PER_SECOND": QUESTIONS_PER_SECOND,
+    "QUESTION_BURST": QUESTION_BURST,
     "ENDPOINTS_MAX": 64,
     "OWN_ADDRESSES_MAX": 64,
     "POLICY_MAX": 4096,
     "IPCACHE_MAX": 4096,
     "FLOWS_MAX": 4096,
+    "ENDED_MAX": 1024,
     "LAST_SEEN_MAX": 4096,
     "FRAGMENTS_MAX": 1024,
     "COUNTERS_MAX": 1024,
@@ -151,16 +171,22 @@ SMALL_TABLES: Final = {
 
 
 class KernelJudge:
-    """BPF_PROG_TEST_RUN of the loaded programs. No packet leaves: a redirect is only reported."""
+    """BPF_PROG_TEST_RUN of the loaded programs. No packet leaves: a redirect is only reported.
 
-    def __init__(self) -> None:
-        self.loaded = loader.load(loader.bytecode(SMALL_TABLES))
+    Runs in a network namespace of its own, whose host has the client's addresses and routes on to containers (10.0.0.0/8,
+    2001:db8:0:d::/64): what a case says is routed on must be theirs. A run always has a socket, so it cannot show what has none
+    (Origin.COOKIE).
+    """
+
+    def __init__(self, defines: Mapping[str, int] = SMALL_TABLES) -> None:
+        self._namespace = _routing_namespace()
+        self.loaded = loader.load(loader.bytecode(defines))
         self.tables = maps.KernelTables(self.loaded.fds_by_map)
         self._sockets = [_listener(key) for key in range(4)]
         self.reset()
 
     def reset(self) -> None:
-        """As after loading, but for what was counted."""
+        """As after loading."""
         for name in (
             "endpoints",
             "groups",
@@ -169,13 +195,19 @@ class KernelJudge:
             "ipcache4",
             "ipcache6",
             "flows",
+            "ended",
             "fragments",
             "last_seen",
+            "questions",
         ):
             rows = self.tables._rows_by_map[name]
             for key, _ in list(rows.dump(rows.value.size)):
                 rows.delete(key)
+        self._forget_counts()
         self.tables.set_setting(abi.SETTING_GATE_IFINDEX, IFINDEX)
+        self.set_listeners()
+
+    def set_listeners(self) -> None:
         for number, each in enumerate(self._sockets):
             self.tables.set_dns_socket(number, each.fileno())
 
@@ -183,6 +215,7 @@ class KernelJudge:
         for each in self._sockets:
             each.close()
         self.loaded.close()
+        os.close(self._namespace)
 
     def apply(self, writes: Sequence[Write]) -> None:
         assert not any(self.tables.apply(writes))
@@ -190,34 +223,47 @@ class KernelJudge:
     def advance(self, seconds: float) -> None:
         """The kernel's clock is not ours, so what it wrote down is made older instead."""
         passed = int(seconds * NS)
-        if passed > time.clock_gettime_ns(time.CLOCK_BOOTTIME):
-            pytest.skip(f"this machine has not been up for {seconds:.0f} s")
-        for name, places in (("flows", (0, 8)), ("fragments", (0,))):
+        for name, places in (("flows", (0, 8)), ("ended", (0,)), ("fragments", (0,)), ("questions", (0,))):
             rows = self.tables._rows_by_map[name]
             for key, value in list(rows.dump(rows.value.size)):
                 changed = bytearray(value)
                 for place in places:
                     (at,) = struct.unpack_from("=Q", changed, place)
-                    struct.pack_into("=Q", changed, place, at - passed)
+                    if at and at < passed:
+                        pytest.skip("this machine has not been up for so long")
+                    struct.pack_into("=Q", changed, place, at and at - passed)  # 0: never
                 assert rows.put(key, bytes(changed)) == 0
 
     def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlans: int = 0) -> Reason:
         assert not vlans, "a test run cannot say that the card took a tag off"
-        before = self._counts()
         program = "from_endpoint" if direction is Direction.EGRESS else "to_endpoint"
-        action = self.run(program, frame, {Origin.WIRE: 0, Origin.AGENT: MARK_AGENT, Origin.ANSWER: MARK_ANSWER}[origin]).action
-        after = self._counts()
-        grown = [reason for reason in after if after[reason] != before.get(reason, 0)]
-        assert len(grown) == 1, f"one packet is counted once, not as {grown}"
-        reason = grown[0]
+        mark = {Origin.AGENT: MARK_AGENT, Origin.ANSWER: MARK_ANSWER}.get(origin, 0)
+        came_in_by = IFINDEX if direction is Direction.INGRESS or origin is Origin.FORWARDED else 0
+        action = self.run(program, frame, mark, came_in_by=came_in_by).action
+        counts = self._counts()
+        self._forget_counts()
+        ((reason, number),) = counts.items()
+        assert number == 1, f"one packet is counted once, not {number} times"
         assert action == _action_of(reason), f"{reason.name} left the program with action {action}"
         return reason
 
-    def run(self, program: str, frame: bytes, mark: int = 0, repeat: int = 1) -> syscall.ProgramRun:
+    def run(
+        self, program: str, frame: bytes, mark: int = 0, repeat: int = 1, *, came_in_by: int = IFINDEX, segments: int = 0
+    ) -> syscall.ProgramRun:
+        """segments: into so many the card will cut it up."""
         context = bytearray(_SK_BUFF_SIZE)
         struct.pack_into("=I", context, 8, mark)
-        struct.pack_into("=II", context, 36, IFINDEX, IFINDEX)  # came in by, is now at
-        return syscall.program_run(self.loaded.fds_by_program[program], frame, bytes(context), repeat)
+        struct.pack_into("=II", context, 36, came_in_by, IFINDEX)
+        if segments:
+            struct.pack_into("=I", context, 164, segments)
+            struct.pack_into("=I", context, 176, len(frame) // segments)
+        with _in_namespace(self._namespace):
+            return syscall.program_run(self.loaded.fds_by_program[program], frame, bytes(context), repeat)
+
+    def _forget_counts(self) -> None:
+        rows = self.tables._rows_by_map["counters"]
+        for key, _ in list(self.tables._rows("counters")):
+            rows.delete(key)
 
     def _counts(self) -> dict[Reason, int]:
         found: dict[Reason, int] = {}
@@ -227,6 +273,40 @@ class KernelJudge:
 
     def flows(self) -> set[tuple[object, ...]]:
         return {_flow_of(key, value) for key, value in self.tables._rows("flows")}
+
+
+def can_run(frame: bytes) -> bool:
+    """Whether the kernel takes it for a test run: not without the whole IP header, and no more than goes into a page."""
+    return {b"\x08\x00": 34, b"\x86\xdd": 54}.get(frame[12:14], 14) <= len(frame) <= 3_000
+
+
+def _routing_namespace() -> int:
+    """A network namespace that is gone with its file descriptor."""
+    with Path("/proc/thread-self/ns/net").open("rb") as before:
+        _call_libc("unshare", _CLONE_NEWNET)
+        try:
+            for command in _ROUTING:
+                subprocess.run(["ip", *command.split()], check=True, timeout=20)
+            for family in ("ipv4/conf/lo/forwarding", "ipv6/conf/all/forwarding"):
+                Path("/proc/sys/net", family).write_text("1", encoding="ascii")
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            _call_libc("setns", before.fileno(), _CLONE_NEWNET)
+
+
+@contextlib.contextmanager
+def _in_namespace(fd: int) -> Iterator[None]:
+    with Path("/proc/thread-self/ns/net").open("rb") as before:
+        _call_libc("setns", fd, _CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            _call_libc("setns", before.fileno(), _CLONE_NEWNET)
+
+
+def _call_libc(name: str, *arguments: int) -> None:
+    if getattr(_LIBC, name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
 
 
 def _action_of(reason: Reason) -> int:

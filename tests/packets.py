@@ -74,6 +74,19 @@ def fragment6(source: str, destination: str, protocol: int, payload: bytes, plac
     return frame(source, destination, 44, header + payload)
 
 
+def optioned(source: str, destination: str, protocol: int, payload: bytes, options: bytes) -> bytes:
+    """An IPv4 packet with these options, filled up with ends of the list."""
+    options += bytes(-len(options) % 4)
+    header = ipv4_header(source, destination, protocol, len(options) + len(payload))
+    return ethernet(0x0800, bytes([0x45 + len(options) // 4]) + header[1:] + options + payload)
+
+
+def routed(source: str, destination: str, protocol: int, payload: bytes, kind: int, left: int) -> bytes:
+    """An IPv6 packet with a routing header of this type and so many segments left."""
+    header = struct.pack(">BBBB4x16s", protocol, 2, kind, left, socket.inet_pton(socket.AF_INET6, OTHER6))
+    return frame(source, destination, 43, header + payload)
+
+
 def extended(source: str, destination: str, kinds: list[int], protocol: int, payload: bytes) -> bytes:
     """An IPv6 packet with these extension headers, eight bytes each."""
     following = [*kinds[1:], protocol] if kinds else []

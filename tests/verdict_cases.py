@@ -1,4 +1,7 @@
-"""Stories about packets, each told to all three judges. The numbers are those of bpf/verdict.h."""
+"""Stories about packets, each told to all three judges. The numbers are those of bpf/verdict.h.
+
+tests/families goes through what these stories only touch, member by member; TABLE there is all of them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from agent.core.types import (
 )
 from agent.datapath.abi import Reason
 from agent.datapath.model import Origin
-from tests.judges import IFINDEX, Judge
+from tests.judges import IFINDEX, Judge, can_run
 from tests.packets import (
     ACK,
     CLIENT,
@@ -84,11 +87,21 @@ def rule(
     return Write(Table.POLICY, key, None if verdict is None else PolicyValue(verdict, cookie))
 
 
+def endpoint(
+    orientation: Orientation = Orientation.BEHIND, *, dhcp: bool = False, silent: bool = False, number: int = ENDPOINT
+) -> Write:
+    return Write(Table.ENDPOINTS, IFINDEX, EndpointValue(number, GROUP, SCOPE, orientation, dhcp, silent))
+
+
+def owns(address: str, *, number: int = ENDPOINT) -> Write:
+    return Write(Table.OWN_ADDRESSES, OwnAddressKey(number, packed(address)), True)
+
+
 BASE = (
-    Write(Table.ENDPOINTS, IFINDEX, EndpointValue(ENDPOINT, GROUP, SCOPE, Orientation.BEHIND)),
+    endpoint(),
     group(),
-    Write(Table.OWN_ADDRESSES, OwnAddressKey(ENDPOINT, packed(CLIENT)), True),
-    Write(Table.OWN_ADDRESSES, OwnAddressKey(ENDPOINT, packed(CLIENT6)), True),
+    owns(CLIENT),
+    owns(CLIENT6),
     holds(PEER, PEERS),
     holds(PEER6, PEERS),
 )
@@ -96,12 +109,13 @@ BASE = (
 
 @dataclass(frozen=True)
 class Sees:
-    """A packet, and what becomes of it."""
+    """A packet, and what becomes of it. vlans: 1 where the card took a tag off."""
 
     direction: Direction
     frame: bytes
     reason: Reason
     origin: Origin = Origin.WIRE
+    vlans: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +129,12 @@ class Case:
     promise: str
     rows: tuple[Write, ...]
     steps: tuple[Sees | After | Write, ...] = field(default=())
+
+    @property
+    def runs_in_kernel(self) -> bool:
+        """A test run has always a socket, and no card that takes tags off."""
+        seen = [step for step in self.steps if isinstance(step, Sees)]
+        return all(can_run(each.frame) and each.origin is not Origin.COOKIE and not each.vlans for each in seen)
 
 
 def out(payload: bytes, reason: Reason, protocol: int = TCP, *, to: str = PEER) -> Sees:
@@ -134,7 +154,7 @@ def tell(judge: Judge, case: Case) -> None:
         elif isinstance(step, Write):
             judge.apply([step])
         else:
-            got = judge.judge(step.direction, step.frame, step.origin)
+            got = judge.judge(step.direction, step.frame, step.origin, step.vlans)
             assert got is step.reason, f"{case.name}, step {number}: {got.name} instead of {step.reason.name}"
 
 

@@ -48,28 +48,35 @@ class Reason(enum.IntEnum):
     PASS_REDIRECT = 5
     PASS_AUDIT = 6
     PASS_ANSWER = 7
-    DROP_NO_ENDPOINT = 8
-    DROP_NO_GROUP = 9
-    DROP_SOURCE = 10
-    DROP_NEIGHBOUR_CLAIM = 11
-    DROP_ETHERTYPE = 12
-    DROP_VLAN = 13
-    DROP_VLAN_REDIRECT = 14
-    DROP_MALFORMED = 15
-    DROP_EXTENSIONS = 16
-    DROP_FRAGMENT = 17
-    DROP_POLICY = 18
-    DROP_DENY = 19
-    DROP_FLOW_ENDED = 20
-    DROP_UNRELATED = 21
-    DROP_NO_GATE = 22
-    DROP_NO_SOCKET = 23
-    DROP_NOT_ASSIGNED = 24
-    DROP_NOT_FOR_GATE = 25
+    PASS_DHCP = 8
+    PASS_FORWARDED = 9
+    DROP_NO_ENDPOINT = 10
+    DROP_NO_GROUP = 11
+    DROP_SOURCE = 12
+    DROP_NEIGHBOUR_CLAIM = 13
+    DROP_ETHERTYPE = 14
+    DROP_VLAN = 15
+    DROP_VLAN_REDIRECT = 16
+    DROP_MALFORMED = 17
+    DROP_EXTENSIONS = 18
+    DROP_FRAGMENT = 19
+    DROP_POLICY = 20
+    DROP_DENY = 21
+    DROP_FLOW_ENDED = 22
+    DROP_UNRELATED = 23
+    DROP_NO_GATE = 24
+    DROP_NO_SOCKET = 25
+    DROP_NOT_ASSIGNED = 26
+    DROP_NOT_FOR_GATE = 27
+    DROP_CANARY = 28
+    DROP_SOURCE_ROUTE = 29
+    DROP_MARTIAN = 30
+    DROP_QUESTION_LIMIT = 31
 
     @property
     def is_drop(self) -> bool:
-        return self >= Reason.DROP_NO_ENDPOINT
+        """Of somebody's packet; a canary is nobody's."""
+        return self >= Reason.DROP_NO_ENDPOINT and self is not Reason.DROP_CANARY
 
     @property
     def text(self) -> str:
@@ -118,7 +125,7 @@ class Layout:
 
 U32 = Layout("u32", number="I")
 U64 = Layout("u64", number="Q")
-ENDPOINT_VALUE = Layout("endpoint_value", endpoint="I", group="I", scope="I", orientation="B", pad="3s")
+ENDPOINT_VALUE = Layout("endpoint_value", endpoint="I", group="I", scope="I", orientation="B", dhcp="?", silent="?", pad="s")
 GROUP_VALUE = Layout("group_value", set="I", default_deny_egress="?", default_deny_ingress="?", audit="?", pad="s")
 POLICY_KEY = Layout("policy_key", prefixlen="I", set="I", identity="I", direction="B", protocol="B", port="2s")
 POLICY_VALUE = Layout("policy_value", verdict="B", significant_bits="B", pad="2s", cookie="I")
@@ -141,12 +148,21 @@ FLOW_VALUE = Layout(
     settled="B",
     closing="B",
     audited="B",
-    pad="5s",
+    exempt="B",
+    pad="4s",
 )
 LAST_SEEN_KEY = Layout("last_seen_key", scope="I", address="16s")
 FRAGMENT_KEY = Layout("fragment_key", endpoint="I", source="16s", destination="16s", id="I", next="B", direction="B", pad="2s")
 FRAGMENT_VALUE = Layout(
-    "fragment_value", at="Q", source_port="2s", destination_port="2s", policy_port="2s", protocol="B", kind="B"
+    "fragment_value",
+    at="Q",
+    source_port="2s",
+    destination_port="2s",
+    policy_port="2s",
+    end="H",
+    protocol="B",
+    kind="B",
+    pad="6s",
 )
 COUNTER_KEY = Layout("counter_key", endpoint="I", reason="I")
 COUNTER_VALUE = Layout("counter_value", packets="Q", bytes="Q")
@@ -198,12 +214,14 @@ MAPS: Final = {
     "ipcache4": (IPCACHE4_KEY, U32),
     "ipcache6": (IPCACHE6_KEY, U32),
     "flows": (FLOW_KEY, FLOW_VALUE),
+    "ended": (FLOW_KEY, FLOW_VALUE),
     "fragments": (FRAGMENT_KEY, FRAGMENT_VALUE),
     "last_seen": (LAST_SEEN_KEY, U64),
     "counters": (COUNTER_KEY, COUNTER_VALUE),
     "rules": (U32, COUNTER_VALUE),
     "lost": (U32, U64),
     "answers": (U32, ANSWER_VALUE),
+    "questions": (U32, U64),
     "settings": (U32, U32),
     "dns_sockets": (U32, U64),
 }
@@ -268,8 +286,8 @@ def pack_value(write: Write) -> bytes:
             return POLICY_VALUE.pack(verdict, significant_bits(cast(PolicyKey, write.key)), b"", cookie)
         case GroupValue(number, egress, ingress, audit):
             return GROUP_VALUE.pack(number, egress, ingress, audit, b"")
-        case EndpointValue(endpoint, group, scope, orientation):
-            return ENDPOINT_VALUE.pack(endpoint, group, scope, orientation, b"")
+        case EndpointValue():
+            return ENDPOINT_VALUE.pack(*write.value, b"")
         case _ if write.table is Table.OWN_ADDRESSES:
             return b"\1"
         case _:
@@ -303,7 +321,7 @@ def unpack_rows(name: str, keys: bytes, values: bytes) -> Iterator[tuple[Key, Va
                 yield group, GroupValue(number, egress, ingress, audit)
         case "endpoints":
             for (ifindex,), value in zip(U32.iter_unpack(keys), ENDPOINT_VALUE.iter_unpack(values), strict=True):
-                endpoint, group, scope, orientation, _ = value
-                yield ifindex, EndpointValue(endpoint, group, scope, Orientation(orientation))
+                endpoint, group, scope, orientation, dhcp, silent, _ = value
+                yield ifindex, EndpointValue(endpoint, group, scope, Orientation(orientation), dhcp, silent)
         case _:
             raise ValueError(f"the core writes no table {name}")

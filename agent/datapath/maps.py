@@ -48,8 +48,34 @@ class Flow(NamedTuple):
     direction: Direction
     state: FlowState
     audited: bool
+    exempt: bool  # of an uplink: passes unjudged, see bpf/verdict.h 4a
     last: float
     ends: float  # when it is no flow any more, unless another packet comes
+
+
+def _flow(key: bytes, value: bytes) -> Flow:
+    endpoint, local, remote, local_port, remote_port, protocol, _ = abi.FLOW_KEY.unpack(key)
+    fields = abi.FLOW_VALUE.unpack(value)
+    last, _, identity, number, cookie, _, direction, state, settled, closing, audited, exempt, _ = fields
+    is_closed = closing == _CLOSED_BY_BOTH
+    life = life_of(protocol, FlowState(state), is_settled=bool(settled), is_closed=is_closed)
+    return Flow(
+        endpoint,
+        abi.unmapped(local),
+        abi.unmapped(remote),
+        int.from_bytes(local_port, "big"),
+        int.from_bytes(remote_port, "big"),
+        protocol,
+        identity,
+        number,
+        cookie,
+        Direction(direction),
+        FlowState(state),
+        bool(audited),
+        bool(exempt),
+        last / _NS,
+        (last + life) / _NS,
+    )
 
 
 class Counter(NamedTuple):
@@ -169,27 +195,14 @@ class KernelTables:
     # --- what the program writes -------------------------------------------------------------------------------------
 
     def flows(self) -> Iterator[Flow]:
+        """All there are, the ended ones too: those that newer flows pushed out come last."""
+        listed = set()
         for key, value in self._rows("flows"):
-            endpoint, local, remote, local_port, remote_port, protocol, _ = abi.FLOW_KEY.unpack(key)
-            last, _, identity, number, cookie, _, direction, state, settled, closing, audited, _ = abi.FLOW_VALUE.unpack(value)
-            is_closed = closing == _CLOSED_BY_BOTH
-            life = life_of(protocol, FlowState(state), is_settled=bool(settled), is_closed=is_closed)
-            yield Flow(
-                endpoint,
-                abi.unmapped(local),
-                abi.unmapped(remote),
-                int.from_bytes(local_port, "big"),
-                int.from_bytes(remote_port, "big"),
-                protocol,
-                identity,
-                number,
-                cookie,
-                Direction(direction),
-                FlowState(state),
-                bool(audited),
-                last / _NS,
-                (last + life) / _NS,
-            )
+            flow = _flow(key, value)
+            if flow.state is FlowState.ENDED:
+                listed.add(key)
+            yield flow
+        yield from (_flow(key, value) for key, value in self._rows("ended") if key not in listed)
 
     def flow_identities(self) -> frozenset[int]:
         """Identities that a flow may still be judged by.
@@ -197,7 +210,8 @@ class KernelTables:
         Not by an ended one, nor by one that is over: its row stays until somebody needs the room, perhaps for ever.
         """
         now = time.clock_gettime(time.CLOCK_BOOTTIME) - _CLOCKS_APART_S
-        return frozenset(flow.identity for flow in self.flows() if flow.state is FlowState.LIVE and flow.ends > now)
+        flows = (_flow(key, value) for key, value in self._rows("flows"))
+        return frozenset(flow.identity for flow in flows if flow.state is FlowState.LIVE and flow.ends > now)
 
     def last_seen(self, scope: int, address: Address) -> float | None:
         """When a packet of a flow with this address went by, in seconds of CLOCK_BOOTTIME and exact to one; None: never."""
@@ -213,6 +227,13 @@ class KernelTables:
             known = None if endpoint == abi.ENDPOINT_NONE else endpoint
             found.append(Counter(known, Reason(reason), *self._sums(abi.COUNTER_VALUE, value)))
         return sorted(found, key=lambda counter: (counter.endpoint is None, counter.endpoint or 0, counter.reason))
+
+    def packets_counted(self, endpoint: int | None, reason: Reason) -> int:
+        """One of counters(), without reading the others."""
+        rows = self._rows_by_map["counters"]
+        key = abi.COUNTER_KEY.pack(abi.ENDPOINT_NONE if endpoint is None else endpoint, reason)
+        value = syscall.map_lookup(rows.fd, key, self._value_size(rows))
+        return 0 if value is None else self._sums(abi.COUNTER_VALUE, value)[0]
 
     def rule_counters(self) -> dict[int, tuple[int, int]]:
         """Packets and bytes by the cookie of the rule that decided."""
@@ -248,10 +269,10 @@ class KernelTables:
 
     def _rows(self, name: str) -> Iterator[tuple[bytes, bytes]]:
         rows = self._rows_by_map[name]
-        size = rows.value.size
-        if name in _PER_CPU:
-            size = -(-size // 8) * 8 * self._processors
-        return rows.dump(size)
+        return rows.dump(self._value_size(rows))
+
+    def _value_size(self, rows: _Rows) -> int:
+        return -(-rows.value.size // 8) * 8 * self._processors if rows.name in _PER_CPU else rows.value.size
 
     @staticmethod
     def _sums(layout: Layout, values: bytes) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from agent.core.types import (
     IDENTITY_WORLD,
     PROTOCOL_ICMP,
     PROTOCOL_ICMPV6,
+    PROTOCOL_SCTP,
     PROTOCOL_TCP,
     PROTOCOL_UDP,
     PROTOCOLS_WITH_PORTS,
@@ -27,6 +28,7 @@ from agent.core.types import (
     GroupValue,
     IpcacheKey,
     Key,
+    Orientation,
     OwnAddressKey,
     PolicyKey,
     PolicyValue,
@@ -45,14 +47,22 @@ OPENING_NS: Final = 60 * NS
 SETTLED_NS: Final = 21_600 * NS
 CLOSED_NS: Final = 10 * NS
 FRAGMENT_NS: Final = 60 * NS
+QUESTIONS_PER_SECOND: Final = 2_000
+QUESTION_BURST: Final = 500
 
 _FIN, _SYN, _RST, _ACK = 0x01, 0x02, 0x04, 0x10
+_ABORT, _SHUTDOWN_COMPLETE = 6, 14
 _ETHERTYPES_VLAN: Final = (0x8100, 0x88A8)
 _FRAGMENT_HEADER: Final = 44
 _AUTHENTICATION_HEADER: Final = 51
 _NO_NEXT_HEADER: Final = 59
-_EXTENSIONS: Final = (0, 43, _FRAGMENT_HEADER, _AUTHENTICATION_HEADER, 60)
+_ROUTING_HEADER: Final = 43
+_EXTENSIONS: Final = (0, _ROUTING_HEADER, _FRAGMENT_HEADER, _AUTHENTICATION_HEADER, 60)
 _EXTENSIONS_MAX: Final = 8
+_OPTIONS_MAX: Final = 16
+_SOURCE_ROUTES: Final = (131, 137)
+_ALL_DHCP_SERVERS: Final = bytes.fromhex("ff020000000000000000000000010002")
+_LIMITED_BROADCAST: Final = b"\xff\xff\xff\xff"
 
 
 class Kind(enum.IntEnum):
@@ -74,6 +84,8 @@ class Origin(enum.IntEnum):
     WIRE = 0
     AGENT = 1
     ANSWER = 2
+    COOKIE = 3
+    FORWARDED = 4  # toward an uplink: routed on
 
 
 class FlowKey(NamedTuple):
@@ -97,6 +109,7 @@ class Flow:
     settled: bool = False
     closing: frozenset[Direction] = frozenset()
     audited: bool = False
+    exempt: bool = False
 
     @property
     def is_closed(self) -> bool:
@@ -128,6 +141,7 @@ class Packet:
     following: int = 0
     place: int = 0
     flags: int = 0
+    is_end: bool = False
     vlans: int = 0
     hops: int = 0
     payload: bytes = b""
@@ -138,6 +152,18 @@ class Packet:
         if self.part is Part.LATER:
             return False
         return self.protocol != PROTOCOL_TCP or self.flags & (_SYN | _ACK | _RST | _FIN) == _SYN
+
+    def may_open(self, direction: Direction) -> bool:
+        if self.kind is not Kind.FLOW or self.part is Part.LATER:
+            return False
+        if direction is Direction.EGRESS:
+            return self.protocol != PROTOCOL_TCP or not self.flags & _RST
+        return self.is_opening
+
+    @property
+    def end(self) -> int:
+        """Of what a first fragment holds, in units of 8 bytes."""
+        return -(-len(self.payload) // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +197,9 @@ class Model:
     own_addresses: set[OwnAddressKey] = field(default_factory=set)
     flows: dict[FlowKey, Flow] = field(default_factory=dict)
     fragments: dict[FragmentKey, tuple[int, Packet]] = field(default_factory=dict)
+    question_due_by_endpoint: dict[int, int] = field(default_factory=dict)
+    questions_per_second: int = QUESTIONS_PER_SECOND
+    question_burst: int = QUESTION_BURST
 
     def apply(self, writes: Iterable[Write]) -> None:
         for write in writes:
@@ -243,13 +272,22 @@ class Model:
             if outward and not may_claim:
                 raise _Drop(Reason.DROP_NEIGHBOUR_CLAIM)
             return Judgement(Reason.PASS_NEIGHBOUR), packet
-        if not outward and origin is not Origin.WIRE:  # 4.
-            return Judgement(Reason.PASS_AGENT if origin is Origin.AGENT else Reason.PASS_ANSWER), packet
+        if self._is_dhcp(endpoint, packet, direction):  # 3a.
+            return Judgement(Reason.PASS_DHCP), packet
+        passing = self._pass_on(endpoint, group, packet, direction, now, origin)  # 4.
+        if passing is not None:
+            return Judgement(passing), packet
         if outward and not self._is_own(endpoint, packet.source):  # 5.
             raise _Drop(Reason.DROP_SOURCE)
+        if _is_martian(packet.source, packet.destination):
+            raise _Drop(Reason.DROP_MARTIAN)
+        is_to_host = self._is_own(endpoint, packet.destination) or _is_to_many(packet.destination)
+        is_host = endpoint.orientation is Orientation.UPLINK
+        if not outward and is_host and not is_to_host and origin is Origin.FORWARDED:  # 4b.
+            return Judgement(Reason.PASS_FORWARDED), packet
         if packet.part is Part.LATER:  # 6.
             at, first = self.fragments.get(_fragment_key(packet, endpoint, direction), (None, None))
-            if at is None or first is None or now - at > FRAGMENT_NS:
+            if at is None or first is None or now - at > FRAGMENT_NS or packet.place < first.end:
                 raise _Drop(Reason.DROP_FRAGMENT)
             packet = replace(first, part=Part.LATER, vlans=packet.vlans, flags=0)
 
@@ -260,9 +298,13 @@ class Model:
             about = _parse_about(packet)
             if packet.destination != about.source:
                 raise _Drop(Reason.DROP_UNRELATED)
+            if outward and is_host and not self._is_own(endpoint, about.destination) and not _is_to_many(about.destination):
+                return Judgement(Reason.PASS_FORWARDED), packet  # 4c.
         key = _flow_key(endpoint.endpoint, about, outward if about is packet else not outward)
         flow = None if packet.kind is Kind.SINGLE else self.flows.get(key)
         if flow and _is_over(flow, key.protocol, packet.kind is Kind.FLOW and packet.is_opening, now):  # 7a.
+            flow = None
+        if flow and flow.exempt and outward and packet.kind is Kind.FLOW:  # 7e.
             flow = None
 
         is_barred = is_alone = False
@@ -277,7 +319,7 @@ class Model:
         elif flow and _is_syn(packet) and flow.direction is not direction:  # 7b.
             is_alone = True
         elif flow:
-            if flow.set != group.set or (flow.audited and not group.audit):
+            if not flow.exempt and (flow.set != group.set or (flow.audited and not group.audit)):
                 return self._judge_again(flow, key, packet, endpoint, group, direction, now), packet  # 11.
             if packet.kind is Kind.FLOW:
                 _note(flow, packet, direction, now)
@@ -293,18 +335,14 @@ class Model:
         cookie = row.cookie if row else 0
         reason = _in_words(row, group, direction)
         if reason is Reason.PASS_REDIRECT:
-            return Judgement(_redirect(packet), identity=identity, cookie=cookie), packet
+            return Judgement(self._redirect(packet, endpoint, now), identity=identity, cookie=cookie), packet
         if reason is Reason.PASS_POLICY and is_barred:
             reason = Reason.DROP_FLOW_ENDED
-        elif reason is Reason.PASS_POLICY or group.audit:
-            may_open = packet.is_opening
-            if outward:
-                may_open = packet.part is not Part.LATER and not (packet.protocol == PROTOCOL_TCP and packet.flags & _RST)
-            if packet.kind is Kind.FLOW and may_open and not is_alone and not is_barred:  # 10.
-                opened = Flow(now, identity, group.set, cookie, packet.policy_port, direction)
-                opened.audited = reason is not Reason.PASS_POLICY
-                _note(opened, packet, direction, now)
-                self.flows[key] = opened
+        elif (reason is Reason.PASS_POLICY or group.audit) and packet.may_open(direction) and not (is_alone or is_barred):
+            opened = Flow(now, identity, group.set, cookie, packet.policy_port, direction)  # 10.
+            opened.audited = reason is not Reason.PASS_POLICY
+            _note(opened, packet, direction, now)
+            self.flows[key] = opened
         return Judgement(reason, identity=identity, cookie=cookie), packet
 
     def _judge_again(
@@ -337,8 +375,70 @@ class Model:
             flow.last, flow.state = now, FlowState.ENDED
         if reason is Reason.PASS_REDIRECT:
             is_sent = is_of_flow and direction is Direction.EGRESS
-            reason = _redirect(packet) if is_sent else Reason.DROP_FLOW_ENDED
+            reason = self._redirect(packet, endpoint, now) if is_sent else Reason.DROP_FLOW_ENDED
         return Judgement(reason, identity=identity, cookie=cookie)
+
+    def _is_dhcp(self, endpoint: EndpointValue, packet: Packet, direction: Direction) -> bool:
+        if not (endpoint.dhcp or endpoint.orientation is Orientation.UPLINK):
+            return False
+        if packet.protocol != PROTOCOL_UDP or packet.part is not Part.WHOLE:
+            return False
+        ports, source, destination = (packet.source_port, packet.destination_port), packet.source, packet.destination
+        if len(source) == 4:
+            if direction is Direction.INGRESS:
+                return ports == (67, 68)
+            may_ask = not any(source) or self._is_own(endpoint, source)
+            return ports == (68, 67) and destination == _LIMITED_BROADCAST and may_ask
+        if direction is Direction.INGRESS:
+            return ports == (547, 546) and _is_link_local(destination)
+        is_on_link = _is_link_local(destination) or destination == _ALL_DHCP_SERVERS
+        return ports == (546, 547) and _is_link_local(source) and is_on_link
+
+    def _pass_on(
+        self, endpoint: EndpointValue, group: GroupValue, packet: Packet, direction: Direction, now: int, origin: Origin
+    ) -> Reason | None:
+        """4: what passes whatever the policy says, because of who sent it."""
+        if direction is Direction.INGRESS:
+            if origin is Origin.AGENT:
+                return Reason.PASS_AGENT
+            if origin is Origin.ANSWER:
+                return Reason.PASS_ANSWER
+            if origin is Origin.COOKIE and packet.flags & (_SYN | _ACK | _RST | _FIN) == _SYN | _ACK:
+                return Reason.PASS_AGENT
+            return None
+        if endpoint.orientation is not Orientation.UPLINK or origin not in {Origin.AGENT, Origin.FORWARDED}:
+            return None
+        leaves_flow = packet.may_open(direction) and (origin is Origin.AGENT or self._is_own(endpoint, packet.source))
+        if leaves_flow:  # 4a.
+            key = _flow_key(endpoint.endpoint, packet, is_source_local=True)
+            flow = self.flows.get(key)
+            if flow is None or not flow.exempt or _is_over(flow, key.protocol, packet.is_opening, now):
+                flow = Flow(now, 0, group.set, 0, packet.policy_port, direction, exempt=True)
+            _note(flow, packet, direction, now)
+            self.flows[key] = flow
+        return Reason.PASS_AGENT if origin is Origin.AGENT else Reason.PASS_FORWARDED
+
+    def _redirect(self, packet: Packet, endpoint: EndpointValue, now: int) -> Reason:
+        if packet.protocol not in {PROTOCOL_TCP, PROTOCOL_UDP}:
+            return Reason.DROP_NOT_FOR_GATE
+        if packet.vlans:
+            return Reason.DROP_VLAN_REDIRECT
+        if packet.part is not Part.WHOLE:
+            return Reason.DROP_FRAGMENT
+        if packet.is_opening and not self._may_ask(endpoint.endpoint, now):
+            return Reason.DROP_QUESTION_LIMIT
+        return Reason.PASS_REDIRECT
+
+    def _may_ask(self, endpoint: int, now: int) -> bool:
+        """9a: a whole burst at once, then one each time a question's share of the second has passed."""
+        if not self.questions_per_second:
+            return True
+        share = NS // self.questions_per_second
+        due = max(self.question_due_by_endpoint.get(endpoint, 0), now) + share
+        if due - now > self.question_burst * share:
+            return False
+        self.question_due_by_endpoint[endpoint] = due
+        return True
 
     def identity_of(self, scope: int, address: Address) -> int:
         """8. The closest prefix in the endpoint's scope, else in the static one, else world."""
@@ -370,8 +470,27 @@ class Model:
         return OwnAddressKey(endpoint.endpoint, address) in self.own_addresses
 
     def _may_claim(self, endpoint: EndpointValue, address: Address) -> bool:
-        is_link_local = len(address) == 16 and address[0] == 0xFE and address[1] & 0xC0 == 0x80
-        return not any(address) or is_link_local or self._is_own(endpoint, address)
+        return not any(address) or _is_link_local(address) or self._is_own(endpoint, address)
+
+
+def _is_link_local(address: Address) -> bool:
+    return len(address) == 16 and address[0] == 0xFE and address[1] & 0xC0 == 0x80
+
+
+def _is_to_many(address: Address) -> bool:
+    if len(address) == 16:
+        return address[0] == 0xFF
+    return address[0] >> 4 == 0xE or address == _LIMITED_BROADCAST
+
+
+def _is_martian(source: Address, destination: Address) -> bool:
+    if _is_to_many(source):
+        return True
+    for address in (source, destination):
+        is_loopback = address[0] == 127 if len(address) == 4 else address == bytes(15) + b"\1"
+        if is_loopback or not any(address):
+            return True
+    return False
 
 
 def _in_words(row: PolicyValue | None, group: GroupValue, direction: Direction) -> Reason:
@@ -385,14 +504,6 @@ def _in_words(row: PolicyValue | None, group: GroupValue, direction: Direction) 
     return Reason.PASS_REDIRECT if direction is Direction.EGRESS else Reason.DROP_POLICY
 
 
-def _redirect(packet: Packet) -> Reason:
-    if packet.protocol not in {PROTOCOL_TCP, PROTOCOL_UDP}:
-        return Reason.DROP_NOT_FOR_GATE
-    if packet.vlans:
-        return Reason.DROP_VLAN_REDIRECT
-    return Reason.PASS_REDIRECT if packet.part is Part.WHOLE else Reason.DROP_FRAGMENT
-
-
 def _is_syn(packet: Packet) -> bool:
     return packet.kind is Kind.FLOW and packet.protocol == PROTOCOL_TCP and packet.is_opening
 
@@ -401,7 +512,7 @@ def life_of(protocol: int, state: FlowState, *, is_settled: bool, is_closed: boo
     """How long after its last packet a flow is one."""
     if state is FlowState.ENDED:
         return ENDED_NS
-    if protocol != PROTOCOL_TCP:
+    if protocol not in {PROTOCOL_TCP, PROTOCOL_SCTP}:
         return CONNECTIONLESS_NS
     if is_closed:
         return CLOSED_NS
@@ -409,7 +520,7 @@ def life_of(protocol: int, state: FlowState, *, is_settled: bool, is_closed: boo
 
 
 def _is_over(flow: Flow, protocol: int, is_opened_anew: bool, now: int) -> bool:
-    if flow.state is FlowState.LIVE and protocol == PROTOCOL_TCP and flow.is_closed and is_opened_anew:
+    if flow.state is FlowState.LIVE and flow.is_closed and is_opened_anew:
         return True
     return now - flow.last > life_of(protocol, flow.state, is_settled=flow.settled, is_closed=flow.is_closed)
 
@@ -421,6 +532,10 @@ def _note(flow: Flow, packet: Packet, direction: Direction, now: int) -> None:
         flow.settled = flow.settled or not packet.flags & _SYN
         if packet.flags & (_FIN | _RST):
             flow.closing |= {direction}
+    if packet.protocol == PROTOCOL_SCTP:
+        flow.settled = flow.settled or direction is not flow.direction
+        if packet.is_end:
+            flow.closing = frozenset(Direction)
 
 
 def _flow_key(endpoint: int, packet: Packet, is_source_local: bool) -> FlowKey:
@@ -460,9 +575,9 @@ def parse(frame: bytes, vlans: int = 0) -> Packet:
     body = frame[offset + 2 :]
     match ethertype:
         case 0x0800:
-            return _parse_transport(replace(_parse_ipv4(body), vlans=vlans))
+            return _parse_transport(replace(_parse_ipv4(body, is_whole=True), vlans=vlans))
         case 0x86DD:
-            return _parse_transport(replace(_parse_ipv6(body), vlans=vlans))
+            return _parse_transport(replace(_parse_ipv6(body, is_whole=True), vlans=vlans))
         case 0x0806:
             return _parse_arp(body)
         case _:
@@ -476,11 +591,40 @@ def _parse_arp(body: bytes) -> Packet:
     return Packet(header[14:18], header[24:28], kind=Kind.ARP, claims=(header[14:18],))
 
 
-def _parse_ipv4(body: bytes) -> Packet:
+def _own_part(body: bytes, length: int) -> bytes:
+    """A packet without the padding behind it. A field that is too short for the packet says 0 (RFC 2675, BIG TCP)."""
+    if not length and len(body) > 0xFFFF:
+        return body
+    return _read(body, 0, length)
+
+
+def _check_options(options: bytes) -> None:
+    at = 0
+    for _ in range(_OPTIONS_MAX):
+        if at >= len(options) or options[at] == 0:
+            return
+        if options[at] == 1:
+            at += 1
+            continue
+        if options[at] in _SOURCE_ROUTES:
+            raise _Drop(Reason.DROP_SOURCE_ROUTE)
+        length = _read(options, at + 1, 1)[0]
+        if length < 2 or at + length > len(options):
+            raise _Drop(Reason.DROP_MALFORMED)
+        at += length
+    if at < len(options):
+        raise _Drop(Reason.DROP_EXTENSIONS)
+
+
+def _parse_ipv4(body: bytes, *, is_whole: bool) -> Packet:
+    """is_whole: it is all there; of the packet that an ICMP error is about it rarely is."""
     header = _read(body, 0, 20)
     words = header[0] & 15
     if header[0] >> 4 != 4 or words < 5:
         raise _Drop(Reason.DROP_MALFORMED)
+    if is_whole:
+        body = _own_part(body, _number(header, 2))
+        _check_options(_read(body, 20, words * 4 - 20))
     packet = Packet(header[12:16], header[16:20], header[9], payload=body[words * 4 :])
     place = _number(header, 6)
     if not place & 0x3FFF:
@@ -489,24 +633,31 @@ def _parse_ipv4(body: bytes) -> Packet:
     return replace(packet, part=part, number=header[4:6], following=packet.protocol, place=place & 0x1FFF)
 
 
-def _parse_ipv6(body: bytes) -> Packet:
+def _parse_ipv6(body: bytes, *, is_whole: bool) -> Packet:
     header = _read(body, 0, 40)
     if header[0] >> 4 != 6:
         raise _Drop(Reason.DROP_MALFORMED)
     packet = Packet(header[8:24], header[24:40], hops=header[7])
     if any(len(unmapped(address)) == 4 for address in (packet.source, packet.destination)):
         raise _Drop(Reason.DROP_MALFORMED)
-    protocol, offset = header[6], 40
+    if is_whole:
+        body = header + _own_part(body[40:], _number(header, 4))
+    protocol, offset, is_fragment = header[6], 40, False
     for _ in range(_EXTENSIONS_MAX):
         if protocol not in _EXTENSIONS:
             break
         extension = _read(body, offset, 8)
+        if protocol == _ROUTING_HEADER and extension[3]:
+            raise _Drop(Reason.DROP_SOURCE_ROUTE)
         if protocol == _FRAGMENT_HEADER:
-            if packet.part is not Part.WHOLE:
+            if is_fragment:
                 raise _Drop(Reason.DROP_MALFORMED)
+            is_fragment = True
             place = _number(extension, 2)
             protocol, offset = extension[0], offset + 8
             packet = replace(packet, number=extension[4:8], following=protocol, place=place >> 3)
+            if place & 0xFFF9 and protocol in _EXTENSIONS:
+                raise _Drop(Reason.DROP_FRAGMENT)
             if place >> 3:
                 return replace(packet, part=Part.LATER, protocol=protocol, payload=body[offset:])
             if place & 1:
@@ -516,20 +667,32 @@ def _parse_ipv6(body: bytes) -> Packet:
         protocol, offset = extension[0], offset + size
     if protocol in _EXTENSIONS or protocol == _NO_NEXT_HEADER:
         raise _Drop(Reason.DROP_EXTENSIONS)
+    if is_whole and offset > len(body):
+        raise _Drop(Reason.DROP_MALFORMED)
     return replace(packet, protocol=protocol, payload=body[offset:])
 
 
 def _parse_transport(packet: Packet) -> Packet:
     data, protocol = packet.payload, packet.protocol
     if packet.part is Part.LATER:
-        if protocol == PROTOCOL_TCP and packet.place == 1:  # RFC 3128
-            raise _Drop(Reason.DROP_FRAGMENT)
+        if packet.place * 8 + len(data) > 0xFFFF:
+            raise _Drop(Reason.DROP_MALFORMED)
         return packet
     if protocol in PROTOCOLS_WITH_PORTS:
-        _read(data, 0, 20 if protocol == PROTOCOL_TCP else 8)
+        _read(data, 0, {PROTOCOL_TCP: 20, PROTOCOL_SCTP: 12, PROTOCOL_UDP: 8}[protocol])
         ports = struct.unpack_from(">HH", data)
-        flags = data[13] if protocol == PROTOCOL_TCP else 0
-        return replace(packet, source_port=ports[0], destination_port=ports[1], policy_port=ports[1], flags=flags)
+        packet = replace(packet, source_port=ports[0], destination_port=ports[1], policy_port=ports[1])
+        if protocol == PROTOCOL_TCP:
+            length = (data[12] >> 4) * 4
+            if length < 20 or length > len(data):
+                raise _Drop(Reason.DROP_MALFORMED)
+            return replace(packet, flags=data[13])
+        if protocol == PROTOCOL_SCTP:
+            return replace(packet, is_end=data[12:13] in {bytes([_ABORT]), bytes([_SHUTDOWN_COMPLETE])})
+        length = _number(data, 4)
+        if length < 8 or (packet.part is Part.WHOLE and length > len(data)):
+            raise _Drop(Reason.DROP_MALFORMED)
+        return packet
     family_of = {PROTOCOL_ICMP: 4, PROTOCOL_ICMPV6: 16}
     if family_of.get(protocol) != len(packet.source):
         return packet
@@ -559,7 +722,7 @@ def _is_on_link(packet: Packet, direction: Direction) -> bool:
     if packet.kind is Kind.ARP:
         return True
     other = packet.destination if direction is Direction.EGRESS else packet.source
-    if other[0] == 0xFE and other[1] & 0xC0 == 0x80:
+    if _is_link_local(other):
         return True
     if packet.destination[0] == 0xFF:
         return packet.hops == 1 or packet.destination[1] & 15 == 2
@@ -571,7 +734,7 @@ def _is_on_link(packet: Packet, direction: Direction) -> bool:
 def _parse_about(packet: Packet) -> Packet:
     """What an ICMP error is about, as far as its first bytes say."""
     body = packet.payload[8:]
-    about = _parse_ipv4(body) if packet.protocol == PROTOCOL_ICMP else _parse_ipv6(body)
+    about = (_parse_ipv4 if packet.protocol == PROTOCOL_ICMP else _parse_ipv6)(body, is_whole=False)
     if about.part is Part.LATER:
         raise _Drop(Reason.DROP_UNRELATED)
     if about.protocol in PROTOCOLS_WITH_PORTS:

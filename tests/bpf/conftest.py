@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.datapath import syscall
 from agent.datapath.datapath import Settings, cleanup
 from tests.bpf import lab as labs
 from tests.bpf.lab import inside
@@ -31,3 +32,12 @@ def scene() -> Iterator[Scene]:
         finally:
             with inside(lab.host):
                 cleanup(settings)
+
+
+@pytest.fixture
+def tcx() -> None:
+    """For a test of what clsact does not have. What both promise is tested with either."""
+    try:
+        syscall.tcx_programs(1, syscall.TCX_INGRESS)
+    except OSError:
+        pytest.skip("this kernel is older than TCX (Linux 6.6)")

@@ -27,7 +27,7 @@ from agent.core.types import (
     Write,
     packed,
 )
-from agent.datapath import syscall
+from agent.datapath import attach, syscall
 from agent.datapath.abi import Reason
 from agent.datapath.datapath import Datapath, Settings
 from tests.bpf.lab import CLIENT, CLIENT6, Lab, inside
@@ -160,9 +160,16 @@ def _transparent_reply(key: int, address: str, port: int) -> Iterator[socket.soc
         yield reply
 
 
+def programs_on(scene: Scene) -> list[str]:
+    """Of both hooks of the endpoint's interface, whoever put them there."""
+    hooks = attach.hooks(scene.lab.interface, scene.lab.ifindex, Orientation.BEHIND).values()
+    return [name for hook in hooks for names in attach.neighbours(hook, scene.settings.pin_directory) for name in names]
+
+
 def link_ids(settings: Settings) -> list[int]:
+    """Empty on a kernel without TCX, where a filter is replaced and not a link updated."""
     found = []
-    for pin in sorted((settings.pin_directory / "links").iterdir()):
+    for pin in sorted((settings.pin_directory / "links").glob("*")):
         fd = syscall.get_pinned(str(pin))
         found.append(syscall.link_info(fd).id)
         os.close(fd)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from agent.core.types import Verdict, Write, packed
-from agent.datapath import loader, maps
 from agent.datapath.abi import Reason
 from tests.judges import SMALL_TABLES, KernelJudge
 from tests.packets import (
@@ -21,6 +20,7 @@ from tests.packets import (
     OTHER,
     PEER,
     PEER6,
+    PUSH,
     RST,
     SYN,
     TCP,
@@ -34,7 +34,7 @@ from tests.packets import (
     tcp,
     udp,
 )
-from tests.verdict_cases import BASE, REDIRECT, group, rule
+from tests.verdict_cases import BASE, REDIRECT, endpoint, group, rule
 
 pytestmark = pytest.mark.root
 
@@ -45,16 +45,15 @@ _FAMILIES = pytest.mark.parametrize(("client", "peer"), [(CLIENT, PEER), (CLIENT
 
 class Answering(KernelJudge):
     def __init__(self) -> None:
-        self.loaded = loader.load(loader.bytecode({**SMALL_TABLES, "ANSWERS_PER_SECOND": _PER_SECOND}))
-        self.tables = maps.KernelTables(self.loaded.fds_by_map)
-        self._sockets = []
-        self.reset()
+        super().__init__({**SMALL_TABLES, "ANSWERS_PER_SECOND": _PER_SECOND, "QUESTIONS_PER_SECOND": 50, "QUESTION_BURST": 500})
 
     def reset(self) -> None:
         super().reset()
         rows = self.tables._rows_by_map["answers"]
         for key, _ in list(rows.dump(rows.value.size)):
             rows.delete(key)
+        for number in range(4):
+            self.tables.drop_dns_socket(number)
         self.apply(BASE)
 
 
@@ -149,6 +148,47 @@ def test_silence(kernel: Answering) -> None:
         run = kernel.run("from_endpoint", silent)
         assert (run.action, run.frame) == (_DROP, silent)
     assert kernel.run("to_endpoint", frame(OTHER, CLIENT, TCP, tcp(1, 2))).action == _DROP
+
+
+@_FAMILIES
+@pytest.mark.parametrize("size", [2_400, 2_801])
+def test_reset_of_what_a_card_is_to_cut_up(kernel: Answering, client: str, peer: str, size: int) -> None:
+    """Several segments in one packet are refused once, by a reset that acknowledges all of them."""
+    whole = frame(client, peer, TCP, tcp(40000, 443, PUSH, b"x" * size))
+    run = kernel.run("from_endpoint", whole, segments=2)
+    assert run.action == _REDIRECT
+    reset = _opened(run.frame, client, peer, TCP)
+    acknowledged, _, answered = struct.unpack_from(">IBB", reset, 8)
+    assert (len(reset), answered, acknowledged) == (20, RST | ACK, 1 + size)
+
+
+def test_silent(kernel: Answering) -> None:
+    """`denied: drop`: the endpoint gets no refusal, and its packets are counted all the same."""
+    kernel.apply([endpoint(silent=True)])
+    for denied in (frame(CLIENT, PEER, TCP, tcp(1, 2)), frame(CLIENT6, PEER6, UDP, udp(1, 2))):
+        run = kernel.run("from_endpoint", denied)
+        assert (run.action, run.frame) == (_DROP, denied)
+    assert kernel._counts() == {Reason.DROP_POLICY: 2}
+
+
+@_FAMILIES
+def test_too_many_questions(kernel: Answering, client: str, peer: str) -> None:
+    """A burst goes to the proxy; what is over it is refused like any denied packet, under a reason of its own."""
+    kernel.set_listeners()
+    kernel.apply([rule(REDIRECT, 0, UDP, 53)])
+    question = frame(client, peer, UDP, udp(40000, 53))
+    assert kernel.run("from_endpoint", question, repeat=500).frame == question
+    assert kernel._counts() == {Reason.PASS_REDIRECT: 500}
+    for _ in range(50):  # one is due every 20 ms
+        run = kernel.run("from_endpoint", question)
+        if run.frame != question:
+            break
+    assert run.action == _REDIRECT
+    assert (
+        _opened(run.frame, client, peer, ICMPV6 if ":" in client else ICMP)[8:]
+        == question[14 : 14 + (48 if ":" in client else 28)]
+    )
+    assert kernel._counts()[Reason.DROP_QUESTION_LIMIT] == 1
 
 
 def test_limit(kernel: Answering) -> None:

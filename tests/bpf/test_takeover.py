@@ -27,7 +27,19 @@ from agent.datapath.attach import HookState
 from agent.datapath.datapath import Datapath, Settings, cleanup, pinned_map_id
 from agent.datapath.errors import DatapathError
 from tests.bpf.lab import CLIENT, HOST, HOST6, Lab, inside
-from tests.bpf.scene import HOSTS, SERVER, Scene, answer_one, counted, echo, known_as, link_ids, row, transparent_socket
+from tests.bpf.scene import (
+    HOSTS,
+    SERVER,
+    Scene,
+    answer_one,
+    counted,
+    echo,
+    known_as,
+    link_ids,
+    programs_on,
+    row,
+    transparent_socket,
+)
 
 pytestmark = pytest.mark.root
 
@@ -207,7 +219,7 @@ def test_questions_while_nobody_listens(scene: Scene) -> None:
     assert scene.lab.asks(socket.SOCK_DGRAM, SERVER, 53, b"question") == "OSError"
     with scene.opened(take_over=True) as second, transparent_socket(0) as listener:
         assert counted(second, Reason.DROP_NO_SOCKET) == 1
-        assert second.gate_state() is HookState.ABSENT  # it is the gate of before that is there
+        assert second.gate_state() is HookState.FIRST  # that of before, with the tables taken over
         second.set_dns_sockets({0: listener.fileno()})
         assert second.gate_state() is HookState.FIRST
         proxy = threading.Thread(target=answer_one, args=(listener, 0))
@@ -227,7 +239,7 @@ def test_others_are_detached(scene: Scene) -> None:
         second.set_dns_sockets({})
         assert second.detach_others() == [scene.lab.interface]
         assert second.gate_state() is HookState.FIRST
-        assert not (scene.settings.pin_directory / "links" / f"{scene.lab.interface}-ingress").exists()
+        assert not (scene.settings.pin_directory / "links" / f"{scene.lab.ifindex}-ingress").exists()
 
 
 def test_not_asked(scene: Scene) -> None:
@@ -297,6 +309,112 @@ def test_other_shape(scene: Scene) -> None:
     syscall.pin(hash_of_longer_values, str(pin))
     os.close(hash_of_longer_values)
     _assert_made_anew(scene, scene.settings, first, "the pinned map groups has another shape")
+
+
+def test_upgrade_under_traffic(scene: Scene) -> None:
+    """Tables of another layout take the place of the old ones without a gap: a connection goes on, its flow opened anew by the
+    client's next packet (what was on its way to the client at that moment is sent again), and of a stream that is denied not
+    one packet gets through, before, between or after.
+    """
+    _started(scene)
+    (place,) = (scene.settings.pin_directory / "maps").iterdir()
+    with inside(scene.lab.host), _denied_stream(scene) as denied, _Conversation(scene.lab) as conversation:
+        for number in range(5):
+            place.rename(place.with_name(f"{number:012x}"))
+            with scene.opened(take_over=True) as second:
+                assert not second.is_taken_over
+                assert not any(second.apply([*scene.rows(), known_as(HOST, HOSTS)]))
+                conversation.go_on()
+                assert not list(second.flows())  # the programs of before judge, by their own tables
+                second.attach(scene.attach)
+                conversation.go_on()
+                assert {flow.remote_port for flow in second.flows()} == {80}
+                assert {counter.reason for counter in second.counters() if counter.reason.is_drop} <= {Reason.DROP_POLICY}
+            assert len(list((scene.settings.pin_directory / "maps").iterdir())) == 1
+    assert denied.sent > 100
+    assert denied.heard == 0
+
+
+class _Conversation:
+    """One connection of the client to port 80 of the host, on which a byte always goes to and fro."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._moved = threading.Condition()
+        self._exchanges = 0
+        self._is_ending = False
+        with inside(lab.host):
+            self._listener = socket.create_server((HOST, 80))
+        with inside(lab.client):
+            self._client = socket.create_connection((HOST, 80), timeout=10)
+        self._server, _ = self._listener.accept()
+        self._threads = [threading.Thread(target=self._answer), threading.Thread(target=self._talk)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ending = True
+        for thread in reversed(self._threads):
+            thread.join()
+        for each in (self._client, self._server, self._listener):
+            each.close()
+
+    def go_on(self) -> None:
+        """Until a byte that is sent from now on has come back."""
+        with self._moved:
+            target = self._exchanges + 2
+            assert self._moved.wait_for(lambda: self._exchanges >= target, 10)
+
+    def _talk(self) -> None:
+        while not self._is_ending:
+            self._client.sendall(b"x")
+            if self._client.recv(1) != b"x":
+                return
+            with self._moved:
+                self._exchanges += 1
+                self._moved.notify()
+        self._client.shutdown(socket.SHUT_WR)
+
+    def _answer(self) -> None:
+        while said := self._server.recv(1):
+            self._server.sendall(said)
+
+
+class _DeniedStream:
+    """Datagrams to a port of the host that no rule allows, each from a port of its own; counts what arrives there."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.sent = 0
+        self.heard = 0
+        self.is_ending = threading.Event()
+        self._lab = lab
+
+    def send(self) -> None:
+        with inside(self._lab.client):
+            while not self.is_ending.wait(0.001):
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+                    sender.sendto(b"denied", (HOST, 81))
+                self.sent += 1
+
+
+@contextlib.contextmanager
+def _denied_stream(scene: Scene) -> Iterator[_DeniedStream]:
+    stream = _DeniedStream(scene.lab)
+    with inside(scene.lab.host), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind((HOST, 81))
+        thread = threading.Thread(target=stream.send)
+        thread.start()
+        try:
+            yield stream
+        finally:
+            stream.is_ending.set()
+            thread.join()
+            listener.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while listener.recv(64):
+                    stream.heard += 1
 
 
 @pytest.mark.parametrize("name", ["endpoints", "policy", "lost", "events", "dns_sockets"])
@@ -419,6 +537,7 @@ def test_failed_start(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not scene.lab.ping(HOST6)
 
 
+@pytest.mark.usefixtures("tcx")
 def test_failed_swap(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook that cannot be taken over keeps its program: an interface that was judged is never left open."""
     swap, swapped = syscall.link_update, []
@@ -454,6 +573,5 @@ def test_cleanup(scene: Scene) -> None:
         assert cleanup(scene.settings) == [scene.lab.interface]
         assert not scene.settings.pin_directory.exists()
         assert {name for _, name in socket.if_nameindex()} == {"lo", scene.lab.interface}
-        for side in (syscall.TCX_INGRESS, syscall.TCX_EGRESS):
-            assert syscall.tcx_programs(scene.attach.ifindex, side) == ()
+        assert programs_on(scene) == []
         assert pinned_map_id(scene.settings) is None

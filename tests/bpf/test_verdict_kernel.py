@@ -12,17 +12,18 @@ from agent.core.types import Direction, Write, packed
 from agent.datapath import abi
 from agent.datapath.abi import Reason
 from agent.datapath.events import EventRing
-from tests import datapath_cases
+from tests.cases import datapath
+from tests.cases.runner import Fields, Outcome
+from tests.families import TABLE
 from tests.histories import Step, compare, histories
 from tests.judges import KernelJudge, ModelJudge
 from tests.packets import CLIENT, CLIENT6, ICMPV6, PEER, PEER6, TCP, UDP, echo, frame, tcp, udp
-from tests.verdict_cases import ALLOW, BASE, CASES, DENY, ENDPOINT, PEERS, Case, group, rule, tell
+from tests.verdict_cases import ALLOW, BASE, DENY, ENDPOINT, PEERS, Case, group, rule, tell
 
 pytestmark = pytest.mark.root
 
 # A test run refuses an IP frame without a whole IP header; the native build takes those.
 _RUN_MIN = 54
-_PEER_CASES = [case for case in datapath_cases.cases(with_packets=True) if case["id"] != "fp-0066"]
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +39,17 @@ def kernel(loaded: KernelJudge) -> KernelJudge:
     return loaded
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in TABLE if case.runs_in_kernel], ids=lambda case: case.name)
 def test_case(kernel: KernelJudge, case: Case) -> None:
     """Each case's promise holds for the loaded program."""
     tell(kernel, case)
 
 
-@pytest.mark.parametrize("case", _PEER_CASES, ids=lambda case: case["id"])
-def test_peer_case(kernel: KernelJudge, case: datapath_cases.Case) -> None:
-    """What a peer's tests assert holds here too, or is a deviation with a reason."""
-    datapath_cases.play(kernel, case)
+@pytest.mark.parametrize("case", datapath.cases_with_packets(), ids=lambda case: case["id"])
+def test_peer_case(kernel: KernelJudge, case: Fields) -> None:
+    """What a peer's tests assert holds here too, or stands on a decision."""
+    verdict = datapath.verdict_by(kernel, case)
+    assert verdict.outcome is not Outcome.FAILED, verdict.why
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

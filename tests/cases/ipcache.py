@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -152,6 +153,8 @@ def _judge_labels(case: Fields, sheet: Sheet) -> None:
                 ipcache.remove(key, step["resource"])
             case other:
                 raise DoesNotApply(f"unknown step {other}")
+        if not is_learned:
+            deque(ipcache.resolve_inside([prefix], beyond_bound=False), 0)
         wanted = step.get("expect", Fields()).only("prefixes", "same_identity", "different_identity")
         place = f"step {number}"
         for text, theirs in wanted.get("prefixes", {}).items():

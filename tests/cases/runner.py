@@ -26,12 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 DIRECTORY: Final = Path(__file__).parent
-FILES: Final = ("matchpattern", "dnscache", "namemanager", "ipcache", "selectorcache", "policy", "wire")
-# Files with a runner of their own, because their judges need more than this process: the native code, the kernel, sockets.
-ELSEWHERE: Final = {
-    "datapath": "judged by tests/datapath_cases.py on the model, the native code and the kernel",
-    "dnsproxy": "not judged here: the proxy is tested by tests/sim/test_gate.py and tests/unit/test_bug_cases_*.py",
-}
+FILES: Final = ("matchpattern", "dnscache", "namemanager", "ipcache", "selectorcache", "policy", "datapath", "dnsproxy", "wire")
 CLASS_SHARE_MAX: Final = 0.05
 FEATURES: Final = frozenset({"multi-label-wildcard", "star-dot-is-match-all", "length-limit", "named-ports", "sctp"})
 PROFILES: Final = ("any", "fqdn-label identities", "fqdn-label identities, dual stack", "bag of cidr/32 labels")
@@ -182,6 +177,10 @@ def judge_case(file: str, case: Fields, decisions: list[DecisionClass]) -> Verdi
         if case.get("policy_choice"):
             return Verdict(Outcome.DOES_NOT_APPLY, f"a choice we cannot judge: {type(error).__name__}: {error}")
         return Verdict(Outcome.FAILED, f"{type(error).__name__}: {error}")
+    return verdict_of(file, case, sheet, decisions)
+
+
+def verdict_of(file: str, case: Fields, sheet: Sheet, decisions: list[DecisionClass]) -> Verdict:
     if not sheet.differences:
         return Verdict(Outcome.PASSED)
     speaking = [one for one in decisions if one.speaks_of(file, case)]
@@ -243,7 +242,7 @@ def read_cases(path: Path) -> list[Fields]:
 def run_file(path: Path, decisions: list[DecisionClass]) -> Tally:
     file, cases = path.stem, read_cases(path)
     tally = Tally(file, len(cases))
-    reason = ELSEWHERE.get(file, "no judge for a file of this name") if file not in FILES else None
+    reason = None if file in FILES else "no judge for a file of this name"
     for case in cases:
         if reason is not None:
             tally.verdicts.append((case, Verdict(Outcome.DOES_NOT_APPLY, reason)))

@@ -41,7 +41,9 @@ struct table {
 	__u8 values[ROWS_MAX][VALUE_MAX] __attribute__((aligned(8)));
 };
 
-enum table_number { ENDPOINTS, GROUPS, OWN_ADDRESSES, POLICY, IPCACHE4, IPCACHE6, FLOWS, FRAGMENTS, LAST_SEEN, TABLE_COUNT };
+enum table_number {
+	ENDPOINTS, GROUPS, OWN_ADDRESSES, POLICY, IPCACHE4, IPCACHE6, FLOWS, ENDED, FRAGMENTS, LAST_SEEN, QUESTIONS, TABLE_COUNT
+};
 
 static struct table tables[TABLE_COUNT] = {
 	[ENDPOINTS] = { .name = "endpoints", .key_size = 4, .value_size = sizeof(struct endpoint_value) },
@@ -51,9 +53,11 @@ static struct table tables[TABLE_COUNT] = {
 	[IPCACHE4] = { .name = "ipcache4", .key_size = sizeof(struct ipcache4_key), .value_size = 4 },
 	[IPCACHE6] = { .name = "ipcache6", .key_size = sizeof(struct ipcache6_key), .value_size = 4 },
 	[FLOWS] = { .name = "flows", .key_size = sizeof(struct flow_key), .value_size = sizeof(struct flow_value) },
+	[ENDED] = { .name = "ended", .key_size = sizeof(struct flow_key), .value_size = sizeof(struct flow_value) },
 	[FRAGMENTS] = { .name = "fragments", .key_size = sizeof(struct fragment_key),
 			.value_size = sizeof(struct fragment_value) },
 	[LAST_SEEN] = { .name = "last_seen", .key_size = sizeof(struct last_seen_key), .value_size = 8 },
+	[QUESTIONS] = { .name = "questions", .key_size = 4, .value_size = 8 },
 };
 
 static void *find(struct table *t, const void *key)
@@ -115,6 +119,8 @@ static void *find_longest(struct table *t, const void *key)
 	return best;
 }
 
+#include "parse.h"
+
 static __u32 find_identity(__u32 scope, const struct address *address, __u8 family)
 {
 	__u32 *found;
@@ -140,12 +146,32 @@ static const struct policy_value *find_policy(__u32 set, __u32 identity, __u8 di
 
 static struct flow_value *find_flow(const struct flow_key *key)
 {
-	return find(&tables[FLOWS], key);
+	struct flow_value *flow = find(&tables[FLOWS], key);
+
+	return flow ? flow : find(&tables[ENDED], key);
 }
 
 static void put_flow(const struct flow_key *key, const struct flow_value *value)
 {
+	delete(&tables[ENDED], key);
 	put(&tables[FLOWS], key, value);
+}
+
+static void put_ended(const struct flow_key *key, const struct flow_value *value)
+{
+	struct flow_value copy = *value; /* it may be the row itself */
+
+	put(&tables[ENDED], key, &copy);
+}
+
+static const __u64 *find_question_due(__u32 endpoint)
+{
+	return find(&tables[QUESTIONS], &endpoint);
+}
+
+static void put_question_due(__u32 endpoint, __u64 due)
+{
+	put(&tables[QUESTIONS], &endpoint, &due);
 }
 
 static const struct fragment_value *find_fragment(const struct fragment_key *key)
@@ -170,6 +196,13 @@ static int is_own_address(__u32 endpoint, const struct address *address)
 	struct own_address_key key = { endpoint, *address };
 
 	return find(&tables[OWN_ADDRESSES], &key) != NULL;
+}
+
+/* Here nothing is routed; the order says what routing would. */
+static int is_routed_on(void *ctx, const struct packet *p)
+{
+	(void)ctx;
+	return p->origin == ORIGIN_FORWARDED;
 }
 
 #include "verdict.h"
@@ -215,6 +248,7 @@ static void judge_frame(void)
 	take(bytes, order.length);
 	frame.bytes = bytes;
 	frame.length = order.length;
+	p.length = order.length;
 	p.origin = order.origin;
 	p.vlans = order.vlans;
 	e = find(&tables[ENDPOINTS], &order.ifindex);
@@ -238,8 +272,12 @@ static void age(void)
 		flow->last -= passed;
 		flow->noted -= passed;
 	}
+	for (size_t i = 0; i < tables[ENDED].count; i++)
+		((struct flow_value *)(void *)tables[ENDED].values[i])->last -= passed;
 	for (size_t i = 0; i < tables[FRAGMENTS].count; i++)
 		((struct fragment_value *)(void *)tables[FRAGMENTS].values[i])->at -= passed;
+	for (size_t i = 0; i < tables[QUESTIONS].count; i++)
+		*(__u64 *)(void *)tables[QUESTIONS].values[i] -= passed;
 }
 
 int main(void)

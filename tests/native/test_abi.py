@@ -23,7 +23,7 @@ _TWINS: list[tuple[str, str, type[enum.IntEnum], str]] = [
     ("abi.h", "loss", Loss, "LOST_"),
     ("parse.h", "kind", Kind, "KIND_"),
     ("parse.h", "part", Part, "PART_"),
-    ("verdict.h", "origin", Origin, "ORIGIN_"),
+    ("parse.h", "origin", Origin, "ORIGIN_"),
 ]
 
 

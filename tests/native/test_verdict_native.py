@@ -9,10 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from agent.core.types import Write
-from tests import datapath_cases
+from tests.cases import datapath
+from tests.cases.runner import Fields, Outcome
+from tests.families import TABLE
 from tests.histories import Step, compare, histories
 from tests.judges import ModelJudge, NativeJudge, build_harness
-from tests.verdict_cases import CASES, Case, tell
+from tests.verdict_cases import Case, tell
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +29,17 @@ def native(program: Path) -> Iterator[NativeJudge]:
     judge.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
 def test_case(native: NativeJudge, case: Case) -> None:
     """Each case's promise holds for the C."""
     tell(native, case)
 
 
-@pytest.mark.parametrize("case", datapath_cases.cases(with_packets=True), ids=lambda case: case["id"])
-def test_peer_case(native: NativeJudge, case: datapath_cases.Case) -> None:
-    """What a peer's tests assert holds here too, or is a deviation with a reason."""
-    datapath_cases.play(native, case)
+@pytest.mark.parametrize("case", datapath.cases_with_packets(), ids=lambda case: case["id"])
+def test_peer_case(native: NativeJudge, case: Fields) -> None:
+    """What a peer's tests assert holds here too, or stands on a decision."""
+    verdict = datapath.verdict_by(native, case)
+    assert verdict.outcome is not Outcome.FAILED, verdict.why
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
