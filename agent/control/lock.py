@@ -15,7 +15,10 @@ from agent.control import ControlError
 
 
 class AgentLock:
-    def __init__(self, socket_path: Path) -> None:
+    """who: has the socket, for the sentence that refuses a second one."""
+
+    def __init__(self, socket_path: Path, who: str = "an agent") -> None:
+        self._who = who
         self.path = socket_path.with_name(socket_path.name + ".lock")
         self._fd = -1
 
@@ -38,9 +41,7 @@ class AgentLock:
                         os.close(fd)
         except BlockingIOError:
             socket_name = self.path.name.removesuffix(".lock")
-            raise ControlError(
-                f"an agent is already running ({self.path.with_name(socket_name)}): stop it first"
-            ) from None
+            raise ControlError(f"{self._who} is already running ({self.path.with_name(socket_name)}): stop it first") from None
         except OSError as error:
             raise ControlError(f"{error.filename or self.path} cannot be made: {error.strerror}") from None
 

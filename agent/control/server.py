@@ -51,7 +51,7 @@ class ControlServer:
         if self._has_own_lock:
             self._lock.acquire()
         try:
-            listener = _listener(self.path)
+            listener = listener_at(self.path)
             self._server = await asyncio.start_unix_server(self._accept, sock=listener, limit=REQUEST_BYTES_MAX)
         except BaseException:
             self._lock.release()
@@ -85,7 +85,7 @@ class ControlServer:
             if len(self._connections) > CLIENTS_MAX:
                 await _send(writer, _refusal(f"{CLIENTS_MAX} clients are connected already: end one of them"))
                 return
-            user = _user_of(writer)
+            user = user_of(writer.get_extra_info("socket"))
             if user not in (0, os.geteuid()):
                 await _send(writer, _refusal("the control socket is for root: run the command with sudo"))
                 return
@@ -160,12 +160,12 @@ class _ClientLost(Exception):
     """It went away, or does not read."""
 
 
-def _listener(path: Path) -> socket.socket:
+def listener_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
     """A bound socket; the lock is held, so what has the name now is dead.
 
     bind(2) gives the name the mode of the socket's own inode, so there is no instant at which others could connect.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, kind)
     try:
         if path.exists() or path.is_symlink():
             if not stat.S_ISSOCK(path.lstat().st_mode):
@@ -182,7 +182,7 @@ def _listener(path: Path) -> socket.socket:
     return listener
 
 
-def _user_of(writer: asyncio.StreamWriter) -> int:
-    peer: socket.socket = writer.get_extra_info("socket")
+def user_of(peer: socket.socket) -> int:
+    """Who made the other side of a connection."""
     credentials: tuple[int, int, int] = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return credentials[1]

@@ -139,8 +139,17 @@ class Connections:
     def __len__(self) -> int:
         return len(self._held)
 
+    def stop(self) -> None:
+        """Accept nobody any more; who is connected is served on."""
+        pause = self._timers.pop("pause", None)
+        if pause is not None:
+            pause.cancel()
+        for listener in self._listeners:
+            self.loop.remove_reader(listener.fileno())
+
     def close(self) -> None:
         """Close every connection and listener; nobody is told."""
+        self.stop()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -148,7 +157,6 @@ class Connections:
         for connection in list(self._held):
             connection.close()
         for listener in self._listeners:
-            self.loop.remove_reader(listener.fileno())
             listener.close()
 
 

@@ -17,7 +17,9 @@ a list; recvmmsg and sendmmsg replace the loops inside these two.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import time
 from collections.abc import Callable, Hashable, Sequence
 from struct import Struct
 from typing import Any
@@ -26,6 +28,7 @@ from agent.core.events import AskerGone, Query
 from agent.core.types import PROTOCOL_UDP, Address
 from agent.dns.bounds import Counters, Limits
 from agent.dns.connections import MESSAGE_OCTETS_MAX, Connections, Turn, packed_of, server_and_port
+from agent.dns.ledger import Ledger, Noted
 from agent.dns.replies import ReplySockets, transparent
 
 # From <linux/in.h>, <linux/in6.h> and <asm-generic/socket.h>; Python 3.11 names none of them but SO_MARK.
@@ -33,6 +36,7 @@ IP_RECVORIGDSTADDR = IP_ORIGDSTADDR = 20
 IPV6_RECVORIGDSTADDR = IPV6_ORIGDSTADDR = 74
 SO_RXQ_OVFL = 40
 SO_RCVBUFFORCE = 33
+SO_NETNS_COOKIE = 71
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK: dict[int, str] = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
@@ -51,22 +55,30 @@ _COUNT = Struct("=I")
 class DatagramAsker:
     """Who asked, over UDP. Each question is an asker of its own, also two from one socket: equality is identity."""
 
-    __slots__ = ("client", "port", "server")
+    __slots__ = ("client", "number", "port", "server")
 
-    def __init__(self, client: Any, server: Address, port: int) -> None:
+    def __init__(self, client: Any, server: Address, port: int, number: int) -> None:
         self.client = client
         self.server = server
         self.port = port
+        self.number = number  # in the ledger
 
 
 class Listeners:
     """The four sockets the gate hands questions to, and the way back for the replies.
 
     mark: SO_MARK on everything that is sent, 0 for none. port: of all four on loopback, 0 for one that is free.
+    kept: instead of new ones, the `descriptors` of a process before, with what waits in the queues and what it did not answer.
     OSError if a socket cannot be had (not root: EPERM).
     """
 
-    def __init__(self, mark: int, port: int = 0, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        mark: int,
+        port: int = 0,
+        limits: Limits | None = None,
+        kept: Sequence[int] = (),
+    ) -> None:
         self.limits = limits or Limits()
         self.counters = Counters()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -74,10 +86,12 @@ class Listeners:
         self._datagrams: list[_DatagramListener] = []
         self._streams: list[socket.socket] = []
         self._replies = ReplySockets(mark)
+        self._ledger = Ledger(kept[-1] if kept else None)
         try:
-            for family in FAMILIES:
-                self._datagrams.append(_DatagramListener(_datagram_socket(family, mark, port), self.counters))
-                self._streams.append(_stream_socket(family, mark, port))
+            for place, family in enumerate(FAMILIES):
+                datagram = _adopted(kept[2 * place]) if kept else _datagram_socket(family, mark, port)
+                self._datagrams.append(_DatagramListener(datagram, self.counters, self._ledger))
+                self._streams.append(_adopted(kept[2 * place + 1]) if kept else _stream_socket(family, mark, port))
         except OSError:
             self.close()
             raise
@@ -86,6 +100,10 @@ class Listeners:
         """File descriptors by the sockmap's key: bit 1 is set for IPv6, bit 0 for TCP."""
         udp = {is_v6 << 1: listener.socket.fileno() for is_v6, listener in enumerate(self._datagrams)}
         return udp | {is_v6 << 1 | 1: listener.fileno() for is_v6, listener in enumerate(self._streams)}
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What a process that goes on with these sockets needs: the four in the order of the keys, and the ledger's memory."""
+        return (*(descriptor for _, descriptor in sorted(self.sockets().items())), self._ledger.descriptor)
 
     def start(
         self,
@@ -98,6 +116,9 @@ class Listeners:
         self._connections = Connections(loop, self._streams, self.limits, self.counters, on_queries, on_gone)
         for listener in self._datagrams:
             loop.add_reader(listener.socket.fileno(), _hand_over, listener, on_queries)
+        left = [_asked(noted) for noted in self._ledger.left(loop.time())]
+        if left:
+            on_queries(left)
 
     def send(self, replies: Sequence[tuple[Hashable, bytes]]) -> None:
         """Let replies go, each to its asker, once; who is gone by then is counted."""
@@ -114,21 +135,61 @@ class Listeners:
         except OSError:
             # A full send buffer among other things: the client asks again, as for any datagram that is lost.
             self.counters.replies_unsent += 1
+        self._ledger.strike(asker.number)
+
+    def stop(self) -> None:
+        """Take nothing new: it stays in the queues. Who is connected is still heard, and all are answered."""
+        if self._loop is not None and self._connections is not None:
+            self._connections.stop()
+            for listener in self._datagrams:
+                self._loop.remove_reader(listener.socket.fileno())
 
     def close(self) -> None:
         """Close every socket; nobody is told."""
+        self.stop()
         if self._connections is not None:
             self._connections.close()
         for stream in self._streams:
             stream.close()
         for listener in self._datagrams:
-            if self._loop is not None:
-                self._loop.remove_reader(listener.socket.fileno())
             listener.socket.close()
         self._replies.close()
+        self._ledger.close()
         self._datagrams.clear()
         self._streams.clear()
         self._connections = self._loop = None
+
+
+def are_ours(kept: Sequence[int], mark: int) -> bool:
+    """Could they be `descriptors` of here and now? In another network namespace, or with another mark, they are of no use."""
+    if len(kept) != 2 * len(FAMILIES) + 1:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        here = own.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
+    for descriptor in kept[:-1]:
+        with socket.socket(fileno=os.dup(descriptor)) as opened:
+            there = opened.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
+        if there != here or mark_of(descriptor) != mark:
+            return False
+    return True
+
+
+def mark_of(descriptor: int) -> int:
+    """The SO_MARK of a socket."""
+    with socket.socket(fileno=os.dup(descriptor)) as opened:
+        return opened.getsockopt(socket.SOL_SOCKET, socket.SO_MARK)
+
+
+def _adopted(descriptor: int) -> socket.socket:
+    opened = socket.socket(fileno=descriptor)
+    opened.setblocking(False)  # which it is: this tells Python
+    return opened
+
+
+def _asked(noted: Noted) -> Query:
+    asker = DatagramAsker(noted.client, noted.server, noted.port, noted.number)
+    client = packed_of(socket.AF_INET if len(noted.server) == 4 else socket.AF_INET6, noted.client[0])
+    return Query(asker, client, noted.server, noted.port, PROTOCOL_UDP, noted.message)
 
 
 def _hand_over(listener: _DatagramListener, on_queries: Callable[[list[Query]], None]) -> None:
@@ -176,8 +237,9 @@ def _bind(opened: socket.socket, port: int) -> None:
 class _DatagramListener:
     """A listener for UDP."""
 
-    def __init__(self, opened: socket.socket, counters: Counters) -> None:
+    def __init__(self, opened: socket.socket, counters: Counters, ledger: Ledger) -> None:
         self.socket = opened
+        self._ledger = ledger
         self._counters = counters
         self._own = server_and_port(opened)
         self._lost_before = 0
@@ -187,6 +249,7 @@ class _DatagramListener:
         queries: list[Query] = []
         family = self.socket.family
         receive = self.socket.recvmsg
+        now = time.monotonic()
         for _ in range(DRAIN_MAX):
             try:
                 message, ancillary, _, sender = receive(MESSAGE_OCTETS_MAX, _ANCILLARY_OCTETS)
@@ -198,7 +261,7 @@ class _DatagramListener:
             if server is None or (server, port) == self._own:
                 self._counters.datagrams_direct += 1
                 continue
-            asker = DatagramAsker(sender, server, port)
+            asker = DatagramAsker(sender, server, port, self._ledger.note(server, port, sender, message, now))
             queries.append(Query(asker, packed_of(family, sender[0]), server, port, PROTOCOL_UDP, message))
         return queries
 
