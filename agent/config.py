@@ -21,7 +21,7 @@ import difflib
 import glob
 import ipaddress
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -52,6 +52,13 @@ class Learn(StrEnum):
     PER_ENDPOINT = "per-endpoint"
 
 
+class Denied(StrEnum):
+    """How a packet of the endpoint is refused: answered, so that the client fails at once, or dropped without a word."""
+
+    ANSWER = "answer"
+    DROP = "drop"
+
+
 class DeniedAnswer(StrEnum):
     NXDOMAIN = "nxdomain"
     REFUSED = "refused"
@@ -73,14 +80,19 @@ class OnFailure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """One of `endpoints`: an interface whose traffic is policed.
+    """One of `endpoints`: an interface whose traffic is policed, or a pattern of such.
 
-    interface: its name, such as the host side of a veth.
+    interface: its name, such as the host side of a veth; or a pattern: `*` is any run of characters, `?` any one, `[a-f]` and
+    `[!a-f]` one that is in the set and one that is not. An interface belongs to the entry with its own name, else to the first
+    whose pattern it matches. No pattern matches lo or the agent's own device.
     labels: what policies select it by, `{app: build}`.
-    addresses: what it may send from; none: taken from the interface's routes by the shell.
+    addresses: what it may send from, single addresses and small networks; none: taken from the host's routes and neighbours
+    (host/endpoints.py).
     orientation: `behind` (default; veth, tap: a workload is behind it) or `uplink` (the host itself sends through it).
     audit: true lets everything pass and reports what would have been dropped; default false.
     learn: `shared` (default) or `per-endpoint`.
+    dhcp: true lets it ask for an address; default: true for a tap and an uplink.
+    denied: `answer` (default: a denied packet of the endpoint is refused, and the client fails at once) or `drop` (silently).
     line: where it stands in the file.
     """
 
@@ -90,6 +102,8 @@ class EndpointSettings:
     orientation: Orientation = Orientation.BEHIND
     audit: bool = False
     learn: Learn = Learn.SHARED
+    dhcp: bool | None = None
+    denied: Denied = Denied.ANSWER
     line: int = 0
 
 
@@ -110,6 +124,10 @@ class DnsSettings:
     allow-addresses: networks the address guard lets through for every name, such as `[10.0.0.0/8]`; default none: an answer
     never opens private, link-local, loopback, metadata or the host's own addresses, and the record is taken out. For one
     policy: its annotation `namegate/allow-addresses`.
+    history-file: where the names seen on addresses in the last day are kept, so that drops can be explained after a reboot too;
+    default /var/lib/namegate/history; `none`: in memory alone.
+    holder: `false`: no process keeps the DNS sockets while there is no agent, and questions are refused then; default true.
+    holder-patience: how long it waits for the next agent before it answers SERVFAIL itself; default 800ms.
     """
 
     upstreams: tuple[Upstream, ...] = ()
@@ -121,6 +139,9 @@ class DnsSettings:
     keep_while_flow_seen: float = 60.0
     keep_past_lifetime: float = 3_600.0
     allow_addresses: tuple[Prefix, ...] = ()
+    history_file: Path | None = Path("/var/lib/namegate/history")
+    holder: bool = True
+    holder_patience: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +169,19 @@ class DatapathSettings:
 
     pin-directory: on a bpf file system; default /sys/fs/bpf/namegate.
     device: name of the device that takes DNS questions over; default ng-gate.
-    mark, mark-mask: the bits of the packet mark that say "from the agent"; default 0xa00 of 0xf00.
+    mark, mark-mask: the bits of the packet mark that say "from the agent"; default `auto`: the first of a list that nobody else
+    uses on this host, and the same again at the next start. A mark alone is of mask 0xf00.
     routing-table, rule-priority: where the device's packets are made local; default table 2004, rule 9.
     ipcache-rows, policy-rows, flow-rows, fragment-rows, last-seen-rows: sizes of the kernel's maps; default 524288 (each
     family), 262144, 262144, 8192, 524288.
+    answers-per-second: refusals sent to one endpoint, the rest is dropped silently; default 100, 0 for none.
+    questions-per-second, question-burst: DNS questions that one endpoint may ask, what is over is denied; default 2000, 500;
+    0 a second for no limit.
     """
 
     pin_directory: Path = Path("/sys/fs/bpf/namegate")
     device: str = "ng-gate"
-    mark: int = 0xA00
+    mark: int = 0  # auto
     mark_mask: int = 0xF00
     routing_table: int = 2004
     rule_priority: int = 9
@@ -165,6 +190,9 @@ class DatapathSettings:
     flow_rows: int = 262_144
     fragment_rows: int = 8_192
     last_seen_rows: int = 524_288
+    answers_per_second: int = 100
+    questions_per_second: int = 2_000
+    question_burst: int = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +217,13 @@ class Limits:
     tcp_connections_per_endpoint: int = 64
 
 
+class Feature(StrEnum):
+    """What the datapath does without on older kernels."""
+
+    TCX = "tcx"
+    BATCH = "batch"
+
+
 @dataclass(frozen=True, slots=True)
 class TestingSettings:
     """`testing`: only for the test suites; without `enabled: true` the other keys are refused.
@@ -196,6 +231,7 @@ class TestingSettings:
     enabled: allows the control command `inject`, which delays map writes and makes them fail; default false.
     known-bad: mistakes to make on purpose, so that a test is known to see them; a list of the words of `KnownBad`.
     trace: a file that gets a line of JSON for each map write the kernel has answered.
+    without: features of newer kernels that are not to be used, as on one that lacks them: `tcx`, `batch`.
     """
 
     __test__ = False  # or pytest takes the name for a test class
@@ -203,6 +239,7 @@ class TestingSettings:
     enabled: bool = False
     known_bad: frozenset[KnownBad] = frozenset()
     trace: Path | None = None
+    without: frozenset[Feature] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +264,8 @@ class Config:
 
 FILE_BYTES_MAX: Final = 4 << 20
 ENDPOINTS_MAX: Final = 4_096  # rows of the kernel's table
+NETWORK_ADDRESSES_MAX: Final = 256  # each is a row; a network of more is somebody's who could be asked for less
+PATTERN_BYTES_MAX: Final = 64
 RESOLV_CONF: Final = Path("/etc/resolv.conf")
 POLICY_SUFFIXES: Final = (".yaml", ".yml", ".json", ".txt", ".list")
 
@@ -299,9 +338,12 @@ def _config(root: Field, path: Path, resolv_conf: Path) -> Config:
     keys = ("endpoints", "policies", "dns", "gate", "control", "datapath", "limits", "testing")
     entries = _entries(root, keys, required=keys[:2])
     base = path.absolute().parent
-    endpoints = _endpoints(entries.get("endpoints"))
-    dns = _dns(entries.get("dns"), root, resolv_conf)
-    _refuse_asking_ourselves(dns.upstreams, endpoints, entries.get("dns", root))
+    datapath = _datapath(entries.get("datapath"), base)
+    endpoints = _endpoints(entries.get("endpoints"), datapath.device)
+    dns = _dns(entries.get("dns"), root, base, resolv_conf)
+    sentence = asking_ourselves(dns.upstreams, endpoints, _is_loopback)
+    if sentence is not None:
+        entries.get("dns", root).mistake(sentence)
     return Config(
         file=str(path),
         endpoints=endpoints,
@@ -309,14 +351,14 @@ def _config(root: Field, path: Path, resolv_conf: Path) -> Config:
         dns=dns,
         gate=_gate(entries.get("gate")),
         control=_control(entries.get("control"), base),
-        datapath=_datapath(entries.get("datapath"), base),
+        datapath=datapath,
         limits=_limits(entries.get("limits")),
         testing=_testing(entries.get("testing"), base),
         warnings=tuple(root.remarks.cautions),
     )
 
 
-def _endpoints(entry: Field | None) -> tuple[EndpointSettings, ...]:
+def _endpoints(entry: Field | None, device: str) -> tuple[EndpointSettings, ...]:
     if entry is None:
         return ()
     items = entry.items()
@@ -327,22 +369,31 @@ def _endpoints(entry: Field | None) -> tuple[EndpointSettings, ...]:
     endpoints: list[EndpointSettings] = []
     lines: dict[str, int] = {}
     for item in items or ():
-        keys = ("interface", "labels", "addresses", "orientation", "audit", "learn")
+        keys = ("interface", "labels", "addresses", "orientation", "audit", "learn", "dhcp", "denied")
         entries = _entries(item, keys, required=keys[:1])
-        interface = _interface(entries.get("interface"), "")
+        interface = _interface_or_pattern(entries.get("interface"), device)
         if interface in lines:
             entries["interface"].mistake(f"`{interface}` is an endpoint already, in line {lines[interface]}")
         elif interface:
             lines[interface] = item.line
-        orientation = _word(entries.get("orientation"), _OrientationWord.BEHIND)
+        orientation = Orientation[_word(entries.get("orientation"), _OrientationWord.BEHIND).name]
+        if glob.has_magic(interface) and "addresses" in entries:
+            entries["addresses"].mistake("are one interface's, not a pattern's: name it in an entry of its own")
+        if orientation is Orientation.UPLINK and "addresses" in entries:
+            entries["addresses"].mistake("an uplink has the host's: leave the key out")
+        dhcp = entries["dhcp"].truth() if "dhcp" in entries else None
+        if orientation is Orientation.UPLINK and dhcp is False:
+            entries["dhcp"].mistake("an uplink may always ask, or the host would lose its address: leave the key out")
         endpoints.append(
             EndpointSettings(
                 interface=interface,
                 labels=_labels(entries.get("labels")),
                 addresses=_addresses(entries.get("addresses")),
-                orientation=Orientation[orientation.name],
+                orientation=orientation,
                 audit=_truth(entries.get("audit"), False),
                 learn=_word(entries.get("learn"), Learn.SHARED),
+                dhcp=dhcp,
+                denied=_word(entries.get("denied"), Denied.ANSWER),
                 line=item.line,
             )
         )
@@ -375,15 +426,27 @@ def _labels(entry: Field | None) -> dict[str, str]:
 
 
 def _addresses(entry: Field | None) -> tuple[Address, ...]:
+    """A network stands for the addresses a host in it can have: not for its own, nor for an IPv4 network's broadcast."""
     addresses: dict[Address, None] = {}
     for item in _items(entry):
         text = item.text()
         if text is None:
             continue
         try:
-            addresses[_packed(text)] = None
+            prefix = Prefix.parse(text)
         except ValueError:
             item.mistake(f"`{text}` is not an address")
+            continue
+        if prefix.is_address:
+            addresses[prefix.address] = None
+            continue
+        network = ipaddress.ip_network((prefix.address, prefix.length))
+        if network.num_addresses > NETWORK_ADDRESSES_MAX:
+            item.mistake(
+                f"`{text}` is more than {NETWORK_ADDRESSES_MAX} addresses: name those in use, or leave `addresses` out"
+            )
+            continue
+        addresses.update(dict.fromkeys(host.packed for host in network.hosts()))
     return tuple(addresses)
 
 
@@ -417,7 +480,7 @@ def _directory_and_pattern(policy: Path) -> tuple[Path, str]:
     return Path(*policy.parts[:literal]), str(Path(*policy.parts[literal:]))
 
 
-def _dns(entry: Field | None, root: Field, resolv_conf: Path) -> DnsSettings:
+def _dns(entry: Field | None, root: Field, base: Path, resolv_conf: Path) -> DnsSettings:
     default = DnsSettings()
     keys = (
         "upstreams",
@@ -428,6 +491,9 @@ def _dns(entry: Field | None, root: Field, resolv_conf: Path) -> DnsSettings:
         "keep-while-flow-seen",
         "keep-past-lifetime",
         "allow-addresses",
+        "history-file",
+        "holder",
+        "holder-patience",
     )
     entries = _entries(entry, keys)
     floor = _seconds(entries.get("ttl-floor"), default.ttl_floor, 0, _WEEK)
@@ -453,6 +519,9 @@ def _dns(entry: Field | None, root: Field, resolv_conf: Path) -> DnsSettings:
         keep_while_flow_seen=_seconds(entries.get("keep-while-flow-seen"), default.keep_while_flow_seen, 0, _WEEK),
         keep_past_lifetime=_seconds(entries.get("keep-past-lifetime"), default.keep_past_lifetime, 0, _WEEK),
         allow_addresses=_prefixes(entries.get("allow-addresses")),
+        history_file=_path_or_none(entries.get("history-file"), base, default.history_file),
+        holder=_truth(entries.get("holder"), default.holder),
+        holder_patience=_seconds(entries.get("holder-patience"), default.holder_patience, 0, 60),
     )
 
 
@@ -522,15 +591,22 @@ def _resolvers(resolv_conf: Path, place: Field) -> tuple[Upstream, ...]:
     return tuple(upstreams)
 
 
-def _refuse_asking_ourselves(upstreams: Iterable[Upstream], endpoints: Iterable[EndpointSettings], place: Field) -> None:
+def asking_ourselves(
+    upstreams: Iterable[Upstream], endpoints: Iterable[EndpointSettings], is_here: Callable[[Address], bool]
+) -> str | None:
     """With an uplink endpoint the questions of a resolver on this host are intercepted: it would ask us what we ask it."""
     uplinks = [endpoint.interface for endpoint in endpoints if endpoint.orientation is Orientation.UPLINK]
-    on_loopback = [upstream for upstream in upstreams if ipaddress.ip_address(upstream.address).is_loopback]
-    if uplinks and on_loopback:
-        place.mistake(
-            f"upstream {text_of(on_loopback[0].address)} is on this host, and `{uplinks[0]}` is an uplink: its questions would "
-            "come back to us; say in `dns.upstreams` whom it asks (systemd-resolved: those of /run/systemd/resolve/resolv.conf)"
-        )
+    here = [upstream for upstream in upstreams if is_here(upstream.address)]
+    if not uplinks or not here:
+        return None
+    return (
+        f"upstream {text_of(here[0].address)} is on this host, and `{uplinks[0]}` is an uplink: its questions would come back "
+        "to us; say in `dns.upstreams` whom it asks (systemd-resolved: those of /run/systemd/resolve/resolv.conf)"
+    )
+
+
+def _is_loopback(address: Address) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _gate(entry: Field | None) -> GateSettings:
@@ -560,12 +636,10 @@ def _datapath(entry: Field | None, base: Path) -> DatapathSettings:
     if entry is None:
         return default
     sizes = [name for name in _names(DatapathSettings) if name.endswith("-rows")]
-    keys = ("pin-directory", "device", "mark", "mark-mask", "routing-table", "rule-priority", *sizes)
+    rates = ("answers-per-second", "questions-per-second", "question-burst")
+    keys = ("pin-directory", "device", "mark", "mark-mask", "routing-table", "rule-priority", *sizes, *rates)
     entries = _entries(entry, keys)
-    mark = _integer(entries.get("mark"), default.mark, 1, 0xFFFF_FFFF)
-    mask = _integer(entries.get("mark-mask"), default.mark_mask, 1, 0xFFFF_FFFF)
-    if mark & ~mask:
-        entries.get("mark", entry).mistake(f"mark {mark:#x} has bits outside mark-mask {mask:#x}")
+    mark, mask = _mark(entries.get("mark"), entries.get("mark-mask"), default)
     table = _integer(entries.get("routing-table"), default.routing_table, 1, 0xFFFF_FFFF)
     if table in _TABLES_OF_THE_KERNEL:
         entries["routing-table"].mistake(f"{table} is the kernel's own table: choose a number nobody uses")
@@ -577,10 +651,30 @@ def _datapath(entry: Field | None, base: Path) -> DatapathSettings:
         routing_table=table,
         rule_priority=_integer(entries.get("rule-priority"), default.rule_priority, 1, 32_765),
         **_numbers(entries, sizes, ROWS_MAX),
+        answers_per_second=_integer(entries.get("answers-per-second"), default.answers_per_second, 0, RATE_MAX),
+        questions_per_second=_integer(entries.get("questions-per-second"), default.questions_per_second, 0, RATE_MAX),
+        question_burst=_integer(entries.get("question-burst"), default.question_burst, 1, RATE_MAX),
     )
 
 
+def _mark(stated: Field | None, stated_mask: Field | None, default: DatapathSettings) -> tuple[int, int]:
+    """The program marks its own packets too, by the mark with the lowest bit of the mask turned over: that must not be none."""
+    is_auto = stated is None or (isinstance(stated.node, Scalar) and stated.node.text == "auto")
+    if stated is None or is_auto:
+        if stated_mask is not None:
+            stated_mask.mistake("says of which bits `mark` is; without a mark the agent chooses both")
+        return default.mark, default.mark_mask
+    mark = _integer(stated, default.mark, 1, 0xFFFF_FFFF)
+    mask = _integer(stated_mask, default.mark_mask, 1, 0xFFFF_FFFF)
+    if mark & ~mask:
+        stated.mistake(f"mark {mark:#x} has bits outside mark-mask {mask:#x}")
+    elif mark and mark == mask & -mask:
+        stated.mistake(f"mark {mark:#x} is the lowest bit of mark-mask {mask:#x} alone: take another, or a higher one with it")
+    return mark, mask
+
+
 _TABLES_OF_THE_KERNEL: Final = (253, 254, 255)  # default, main, local
+RATE_MAX: Final = 1_000_000
 ROWS_MAX: Final = 1 << 24  # 16 million rows of the smallest map are a gigabyte
 
 
@@ -601,13 +695,14 @@ def _limits(entry: Field | None) -> Limits:
 
 def _testing(entry: Field | None, base: Path) -> TestingSettings:
     default = TestingSettings()
-    entries = _entries(entry, ("enabled", "known-bad", "trace"))
+    entries = _entries(entry, ("enabled", "known-bad", "trace", "without"))
     enabled = _truth(entries.get("enabled"), default.enabled)
     for key in entries.keys() - {"enabled"} if not enabled else ():
         entries[key].mistake("makes the agent worse on purpose: only with `enabled: true`, in a test")
     known_bad = {_word(item, KnownBad.RELEASE_FIRST) for item in _items(entries.get("known-bad"))}
     trace = _path(entries.get("trace"), base, Path()) if "trace" in entries else default.trace
-    return TestingSettings(enabled, frozenset(known_bad), trace)
+    without = frozenset(_word(item, Feature.TCX) for item in _items(entries.get("without")))
+    return TestingSettings(enabled, frozenset(known_bad), trace, without)
 
 
 # --- readers: the value of a key, or its default when the key is absent or wrong -------------------------------------
@@ -694,12 +789,36 @@ def _interface(entry: Field | None, default: str) -> str:
     text = entry.text() if entry is not None else None
     if entry is None or text is None:
         return default
-    if not 0 < len(text.encode()) <= 15 or text in (".", "..") or re.search(r"[/:\s]", text) or not text.isprintable():
+    if len(text.encode()) > 15 or text in (".", "..") or not _NAME_CHARACTERS.fullmatch(text) or not text.isprintable():
         entry.mistake(f"`{text}` is no interface's name: 1 to 15 bytes, no blank, `/` or `:`")
         return default
     if glob.has_magic(text):
-        entry.mistake(f"`{text}` is a pattern: name each interface")
+        entry.mistake(f"`{text}` is a pattern: name one interface")
         return default
+    return text
+
+
+_NAME_CHARACTERS: Final = re.compile(r"[^/:\s]+")
+_OPEN_SET: Final = re.compile(r"\[(?!!?\]?[^\]]*\])")
+
+
+def _interface_or_pattern(entry: Field | None, device: str) -> str:
+    """An endpoint's; empty where it is neither."""
+    text = entry.text() if entry is not None else None
+    if entry is None or text is None:
+        return ""
+    if not glob.has_magic(text):
+        if text == "lo":
+            entry.mistake("`lo` is no endpoint: what a host says to itself is not policed")
+        elif text == device:
+            entry.mistake(f"`{text}` is the agent's own device (`datapath.device`)")
+        return _interface(entry, "")
+    if len(text.encode()) > PATTERN_BYTES_MAX or not _NAME_CHARACTERS.fullmatch(text) or not text.isprintable():
+        entry.mistake(f"`{text}` matches no interface's name: at most {PATTERN_BYTES_MAX} bytes, no blank, `/` or `:`")
+    elif _OPEN_SET.search(text):
+        entry.mistake(f"`{text}` has a `[` without its `]`: write the set whole, `veth[0-9]*`")
+    elif not text.strip("*?"):
+        entry.caution(f"`{text}` matches every interface, those that lead out of this host too")
     return text
 
 
@@ -711,6 +830,13 @@ def _path(entry: Field | None, base: Path, default: Path) -> Path:
         entry.mistake("is no path")
         return default
     return base / text
+
+
+def _path_or_none(entry: Field | None, base: Path, default: Path | None) -> Path | None:
+    """`none`, or nothing at all, is none."""
+    if entry is None:
+        return default
+    return None if entry.text() in (None, "none", "") else _path(entry, base, Path())
 
 
 _WEEK: Final = 7 * 86_400.0

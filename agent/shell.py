@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import datetime as dt
 import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Final, NamedTuple
 
 from agent.config import Cname, Config, DeniedAnswer, OnFailure, policy_files
 from agent.control import ControlError
@@ -56,7 +57,7 @@ from agent.core.records import Record
 from agent.core.rules import Policy
 from agent.core.settings import Settings
 from agent.core.types import PROTOCOL_NAMES, Address, Direction, Table, Write, text_of
-from agent.datapath.abi import Loss
+from agent.datapath.abi import Loss, Reason
 from agent.datapath.attach import HookState
 from agent.datapath.datapath import Datapath
 from agent.datapath.errors import DatapathError
@@ -66,8 +67,10 @@ from agent.dns.sockets import Listeners
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
 from agent.documents.remarks import Mistake, PolicyError
+from agent.history_file import HistoryFile
+from agent.holder.client import HolderLink
 from agent.host.endpoints import HostEndpoints
-from agent.host.interfaces import Interfaces
+from agent.host.interfaces import Interfaces, links
 from agent.host.watch import NetworkWatch
 from agent.injection import Injection, row_of
 from agent.policy.files import read_policies
@@ -76,17 +79,31 @@ from agent.state import Journal
 log = logging.getLogger("namegate")
 
 ENFORCING = "enforcing"
+AUDITED = "audited: everything passes"
 OPEN = "open: no policy closes it"
+_SOUND = frozenset({ENFORCING, AUDITED, OPEN})
 
 # Enough to answer "what was dropped just now"; the counters have the rest.
 DROPS_KEPT = 10_000
+# In one pass: a workload that floods what it is denied costs a question's answer two milliseconds of waiting. Drops that do not
+# fit in the ring meanwhile are counted as lost.
+DROPS_READ_MAX = 64
 
 # Compacted when three of four lines say nothing any more: then it costs one line for each that is appended.
 JOURNAL_GROWTH = 4
-# A host whose routes change all the time is looked at five times a second, not all the time.
+# A host whose routes change all the time is looked at a fifth of the time, and five times a second at least.
 LOOK_AGAIN_AFTER_S = 0.2
+LOOK_PAUSE_LOOKS = 4
+# An interface that is being set up may take our programs a moment later; one that never will is tried a few times a minute.
+ATTACH_AGAIN_AFTER_S = 0.1
+ATTACH_AGAIN_AFTER_S_MAX = 10.0
 COLLECT_EVERY_S = 10.0
+# At an orderly stop, for the questions that are open: most upstreams answer in less.
+DRAIN_S_MAX = 0.5
 JOURNAL_SLACK_LINES = 10_000
+
+# What a packet says of its sender and the program does not believe: it may be the endpoint's own address, not known yet.
+_CLAIMS: Final = frozenset({Reason.DROP_SOURCE, Reason.DROP_NEIGHBOUR_CLAIM})
 
 _START = object()  # ticket of the policies of the start
 
@@ -106,10 +123,25 @@ class Start:
     policies: tuple[Policy, ...]
 
 
-class Shell:
-    """start_refused: told why the policies of the start cannot be in force."""
+class _NotAttached(NamedTuple):
+    reason: str
+    again_after_s: float
 
-    def __init__(self, config: Config, datapath: Datapath, journal: Journal, start_refused: Callable[[str], None]) -> None:
+
+_NOT_YET: Final = _NotAttached("it is not attached yet", ATTACH_AGAIN_AFTER_S)
+
+
+class Shell:
+    """start_refused: told why the policies of the start cannot be in force. holder: closed with the shell, None for none."""
+
+    def __init__(
+        self,
+        config: Config,
+        datapath: Datapath,
+        journal: Journal,
+        start_refused: Callable[[str], None],
+        holder: HolderLink | None,
+    ) -> None:
         self._config = config
         self._datapath = datapath
         self._journal: Journal | None = journal
@@ -120,7 +152,9 @@ class Shell:
             connections_max=config.limits.tcp_connections,
             connections_per_client_max=config.limits.tcp_connections_per_endpoint,
         )
-        self._listeners = Listeners(config.datapath.mark, limits=limits)
+        self._holder = holder
+        self._listeners = Listeners(config.datapath.mark, limits=limits, kept=holder.take() if holder is not None else ())
+        self._drained: asyncio.Future[None] | None = None
         self._upstreams = Upstreams(self._loop, config.datapath.mark, self._take)
         self._replies: list[tuple[Hashable, bytes]] = []
         self._attached: set[int] = set()  # endpoints
@@ -130,18 +164,26 @@ class Shell:
         self._drops: collections.deque[Row] = collections.deque(maxlen=DROPS_KEPT)
         self._host_endpoints = HostEndpoints(())
         self._host_addresses: frozenset[Address] = frozenset()
-        self._missing: dict[str, str] = {}  # interface -> why it is not there
+        self._wrong: dict[str, str] = {}  # interface -> why it is not policed as meant
+        self._hook_work: collections.deque[Attach | Detach] = collections.deque()
+        self._hooking: asyncio.Task[None] | None = None
+        self._not_attached: dict[int, _NotAttached] = {}  # endpoint -> why our programs are not on it
         self._watch: NetworkWatch | None = None
         self._looking: asyncio.Task[None] | None = None
         self._must_look_again = False
+        self._vanished: set[int] = set()  # interfaces, whether they are back or not
         self._injection = Injection()
+        history_file = config.dns.history_file
+        self._history = HistoryFile(history_file, self._engine.proxy.history) if history_file is not None else None
         self._trace: IO[str] | None = config.testing.trace.open("w") if config.testing.trace is not None else None
         self._started_at = dt.datetime.now(dt.UTC)
 
     def start(self, start: Start) -> None:
-        """Begin to hear, then say all that is known at start. The last event attaches the programs."""
+        """Say all that is known at start, then begin to hear. The last event attaches the programs."""
+        if self._history is not None:
+            self._history.load(now())
+            self._history.start()
         self._datapath.set_dns_sockets(self._listeners.sockets())
-        self._listeners.start(self._loop, self._take, self._gone)
         self._loop.add_reader(self._datapath.events_fd, self._read_events)
         if start.records is not None:
             self._take([Restored(start.records, self._datapath.rows())])
@@ -149,11 +191,27 @@ class Shell:
         self._compare(start.interfaces)
         self._take([PoliciesChanged(start.policies, _START)])
         self._take([SourceReported(source) for source in sorted(SOURCES)])
+        self._listeners.start(self._loop, self._take, self._gone)
+        if self._holder is not None:
+            self._holder.serve(self._listeners.descriptors())
         self._watch = NetworkWatch(self._loop, self._look_around)
+        self._look_around()  # what was seen before the programs were built may be long ago
         # A full pass of the collector over a million addresses would stop the one thread for half a second. The core makes no
         # reference cycles; what the libraries make is young when it dies, and what lives is looked at once.
         gc.disable()
         self._collect()
+
+    async def drain(self) -> None:
+        """Take no more questions, and answer those that are open: what comes now waits for the next agent, or its holder."""
+        self._listeners.stop()
+        if self._holder is not None:
+            self._holder.close()
+        self._drained = self._loop.create_future()
+        self._take([])
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained, DRAIN_S_MAX)
+        if self._history is not None:
+            await self._history.stop()
 
     def close(self) -> None:
         """The kernel goes on enforcing."""
@@ -162,10 +220,13 @@ class Shell:
         if self._watch is not None:
             self._watch.close()
             gc.enable()
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in (self._looking, self._hooking):
+            if task is not None:
+                task.cancel()
         self._loop.remove_reader(self._datapath.events_fd)
         self._upstreams.close()
+        if self._holder is not None:
+            self._holder.close()
         self._listeners.close()
         if self._trace is not None:
             self._trace.close()
@@ -188,6 +249,8 @@ class Shell:
             self._perform(at)
         self._flush()
         self._arm(at)
+        if self._drained is not None and not self._engine.proxy.transactions and not self._drained.done():
+            self._drained.set_result(None)
 
     def _perform(self, at: float) -> None:
         while effects := self._engine.effects():
@@ -209,11 +272,8 @@ class Shell:
                         self._engine.handle(LastSeen(effect.scope, effect.address, seen), at)
                     case PassOverFlows():
                         self._engine.handle(FlowsSeen(effect.pass_number, self._datapath.flow_identities()), at)
-                    case Attach():
-                        self._attach(effect)
-                    case Detach():
-                        self._attached.discard(effect.endpoint)
-                        self._datapath.detach(effect)
+                    case Attach() | Detach():
+                        self._change_hooks(effect)
                     case Settled():
                         self._settle(effect)
                     case Fact():
@@ -290,18 +350,6 @@ class Shell:
         self._timer = None
         self._take([Tick()])
 
-    def _attach(self, effect: Attach) -> None:
-        try:
-            self._datapath.attach(effect)
-        except DatapathError as error:
-            log.error("endpoint %d: %s is NOT enforced: %s", effect.endpoint, effect.interface, error)
-            return
-        log.info("endpoint %d: %s is enforced", effect.endpoint, effect.interface)
-        self._attached.add(effect.endpoint)
-        if self._attached >= self._engine.groups.endpoints.keys():
-            for interface in self._datapath.detach_others():
-                log.info("%s is no endpoint any more: detached", interface)
-
     def _settle(self, effect: Settled) -> None:
         ticket = self._tickets.pop(effect.ticket, None)
         if ticket is not None and not ticket.done():
@@ -309,6 +357,8 @@ class Shell:
         if effect.error is None:
             for interface in self._open():
                 log.warning("no policy closes %s: what it sends is not enforced", interface)
+            if effect.ticket is _START and self._holder is not None:
+                self._holder.require()
         else:
             log.error("policies refused: %s", effect.error)
             if effect.ticket is _START:
@@ -319,6 +369,59 @@ class Shell:
         level = logging.DEBUG if is_usual else logging.INFO
         if log.isEnabledFor(level):  # or every released reply would pay for a line that nobody reads
             log.log(level, "%s", _sentence(fact))
+
+    # --- programs on interfaces: the kernel takes 10 to 30 ms for a new one, so a thread waits for it --------------------
+
+    def _change_hooks(self, effect: Attach | Detach) -> None:
+        self._hook_work.append(effect)
+        if self._hooking is None:
+            self._hooking = self._loop.create_task(self._work_on_hooks())
+
+    async def _work_on_hooks(self) -> None:
+        try:
+            while self._hook_work:
+                effect = self._hook_work.popleft()
+                await (self._attach(effect) if isinstance(effect, Attach) else self._detach(effect))
+        finally:
+            self._hooking = None
+
+    async def _attach(self, effect: Attach) -> None:
+        endpoints = self._engine.groups.endpoints
+        if effect.endpoint not in endpoints:
+            return  # it went while others were attached
+        try:
+            await asyncio.to_thread(self._datapath.attach, effect)
+        except DatapathError as error:
+            before = self._not_attached.get(effect.endpoint, _NOT_YET)
+            if before.reason != str(error):
+                log.error("endpoint %d: %s is NOT enforced: %s", effect.endpoint, effect.interface, error)
+            again_after_s = min(2 * before.again_after_s, ATTACH_AGAIN_AFTER_S_MAX)
+            self._not_attached[effect.endpoint] = _NotAttached(str(error), again_after_s)
+            self._loop.call_later(before.again_after_s, self._change_hooks, effect)
+            return
+        self._not_attached.pop(effect.endpoint, None)
+        log.info("endpoint %d: %s is enforced", effect.endpoint, effect.interface)
+        self._attached.add(effect.endpoint)
+        if self._attached >= endpoints.keys():
+            try:
+                others = await asyncio.to_thread(self._datapath.detach_others)
+            except DatapathError as error:
+                log.error("what was policed before cannot be let go: %s", error)
+            else:
+                for interface in others:
+                    log.info("%s is no endpoint any more: detached", interface)
+
+    async def _detach(self, effect: Detach) -> None:
+        self._attached.discard(effect.endpoint)
+        self._not_attached.pop(effect.endpoint, None)
+        try:
+            await asyncio.to_thread(self._datapath.detach, effect)
+        except DatapathError as error:
+            log.error(
+                "endpoint %d: %s is no endpoint any more, but cannot be let go: %s", effect.endpoint, effect.interface, error
+            )
+            return
+        log.info("endpoint %d: %s is no endpoint any more: detached", effect.endpoint, effect.interface)
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
@@ -333,39 +436,59 @@ class Shell:
         try:
             while True:
                 self._must_look_again = False
+                began = self._loop.time()
+                self._vanished |= self._watch.take_gone() if self._watch is not None else set()
                 try:
-                    self._compare(await asyncio.to_thread(Interfaces))
+                    interfaces = await asyncio.to_thread(Interfaces)
                 except OSError as error:
                     log.warning("the network cannot be looked at (%s): trying again", error)
                     self._must_look_again = True
+                    pause_s = LOOK_AGAIN_AFTER_S
+                else:
+                    vanished, self._vanished = self._vanished, set()
+                    self._compare(interfaces, vanished)
+                    pause_s = min(LOOK_PAUSE_LOOKS * (self._loop.time() - began), LOOK_AGAIN_AFTER_S)
                 if not self._must_look_again:
                     break
-                await asyncio.sleep(LOOK_AGAIN_AFTER_S)
+                await asyncio.sleep(pause_s)
         finally:
             self._looking = None
 
-    def _compare(self, interfaces: Interfaces) -> None:
-        """Tell the engine what came and what went."""
-        present = self._host_endpoints.look(interfaces)
-        for interface, reason in present.missing.items():
-            if interface not in self._missing:
-                log.warning("%s is not enforced: %s", interface, reason)
-        self._missing = present.missing
+    def _compare(self, interfaces: Interfaces, vanished: Collection[int] = ()) -> None:
+        """Tell the engine what came, what went and what is different.
+
+        An address that goes from one endpoint to another is taken from the one before the other gets it.
+        """
+        present = self._host_endpoints.look(interfaces, vanished)
+        for interface, reason in present.wrong.items():
+            if self._wrong.get(interface) != reason:
+                log.warning("%s", reason)
+        self._wrong = present.wrong
         events: list[Event] = []
         if interfaces.host_addresses() != self._host_addresses:
             self._host_addresses = interfaces.host_addresses()
             events.append(HostAddresses(self._host_addresses))
-        known = self._engine.groups.endpoints
+        known = {number: endpoint.added for number, endpoint in self._engine.groups.endpoints.items()}
         events += [EndpointRemoved(number) for number in known if number not in present.by_number]
-        events += [added for number, added in present.by_number.items() if number not in known]
+        changed = {number: added for number, added in present.by_number.items() if known.get(number) != added}
+        for number, before in known.items():
+            if number in changed:
+                kept = tuple(address for address in before.addresses if address in changed[number].addresses)
+                events.append(dataclasses.replace(before, addresses=kept))
+        events += changed.values()
         self._take(events)
 
     # --- drops -----------------------------------------------------------------------------------------------------------
 
     def _read_events(self) -> None:
         listings = Listings(self._engine, now())
-        for event in self._datapath.read_events():
+        must_look = False
+        for event in self._datapath.read_events(DROPS_READ_MAX):
             self._drops.append(_drop(event, listings))
+            if event.reason in _CLAIMS and event.direction is Direction.EGRESS and event.endpoint is not None:
+                must_look |= self._host_endpoints.claim(event.endpoint, event.source)
+        if must_look:
+            self._look_around()
 
     # --- people ----------------------------------------------------------------------------------------------------------
 
@@ -373,7 +496,6 @@ class Shell:
         """One request of the control socket."""
         listings = Listings(self._engine, now())
         shows: dict[str, Callable[[], object]] = {
-            "endpoints": self._endpoint_rows,
             "names": listings.names,
             "selectors": listings.selectors,
             "identities": listings.identities,
@@ -383,6 +505,8 @@ class Shell:
         }
         if command == "status":
             return await self._status()
+        if command == "endpoints":
+            return await self._endpoint_rows()
         if command in shows:
             return shows[command]()
         if command == "apply":
@@ -391,34 +515,46 @@ class Shell:
             return self._inject(arguments)
         raise ControlError(f"the agent knows no command `{command}`")
 
-    def _endpoint_rows(self) -> list[Row]:
+    async def _endpoint_rows(self) -> list[Row]:
         rows = Listings(self._engine, now()).endpoints()
-        for row in rows:
-            added = self._engine.groups.endpoints[int(str(row["endpoint"]))].added
-            row["state"] = _HOOK_STATES[self._datapath.hook_state(added.ifindex, added.orientation)]
-            if row["state"] == ENFORCING and not row["default_deny"]:
+        hooks = [self._engine.groups.endpoints[int(str(row["endpoint"]))].added for row in rows]
+        states = await asyncio.to_thread(
+            lambda: [self._datapath.hook_state(added.ifindex, added.orientation) for added in hooks]
+        )
+        for row, state in zip(rows, states, strict=True):
+            if state is not HookState.FIRST:
+                row["state"] = state.sentence
+            elif not row["default_deny"]:
                 row["state"] = OPEN
+            else:
+                row["state"] = AUDITED if row["audit"] else ENFORCING
         return rows
 
     async def _status(self) -> Row:
         """Read from the kernel where the kernel can say it."""
         listings = Listings(self._engine, now())
         reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
-        endpoints = self._endpoint_rows()
-        reasons += list(self._missing.values())
-        reasons += [f"{row['interface']}: {row['state']}" for row in endpoints if row["state"] not in {ENFORCING, OPEN}]
+        endpoints = await self._endpoint_rows()
+        reasons += await self._unprotected()
+        reasons += [
+            f"{row['interface']}: {row['state']}"
+            for row in endpoints
+            if row["state"] not in _SOUND and row["endpoint"] in self._attached
+        ]
         reasons += await asyncio.to_thread(self._datapath.gate_problems)
         reasons += self._foreign_rows()
         reasons += self._what_is_nearly_full()
         if self._journal is None:
             reasons.append("the journal could not be written: the next start learns names anew")
+        if self._holder is not None and self._holder.problem:
+            reasons.append(self._holder.problem)
         failed = listings.rows_failed()
         reasons += [f"{row['table']} row {row['row']}: {row['error']}" for row in failed[:20]]
-        starting = not self._engine.proxy.is_started
+        starting = not self._engine.proxy.is_started or (self._holder is not None and self._holder.is_starting)
         return {
             "state": "starting" if starting else "degraded" if reasons else "enforcing",
             "reasons": reasons,
-            "open": [row["interface"] for row in endpoints if row["state"] == OPEN],
+            "not_enforced": [row["interface"] for row in endpoints if row["state"] == OPEN],
             "started_at": self._started_at.isoformat(timespec="seconds"),
             **counts(self._engine),
             "dropped": sum(counter.packets for counter in self._datapath.counters() if counter.reason.is_drop),
@@ -426,6 +562,20 @@ class Shell:
             "counters": self._counters(),
             "rows_failed": failed,
         }
+
+    async def _unprotected(self) -> list[str]:
+        """What is not policed as meant; also interfaces that came this moment, so the kernel is asked which there are."""
+        there = self._host_endpoints.matching(await asyncio.to_thread(links))
+        endpoints = self._engine.groups.endpoints
+        noticed = {endpoint.added.ifindex for endpoint in endpoints.values()}
+        said = dict(self._wrong)
+        for name, (link, _) in there.items():
+            if link.ifindex not in noticed:
+                said.setdefault(name, f"{name} is unprotected: {_NOT_YET.reason}")
+        for number in endpoints.keys() - self._attached:
+            interface, problem = endpoints[number].added.interface, self._not_attached.get(number, _NOT_YET)
+            said[interface] = f"{interface} is unprotected: {problem.reason}"
+        return list(said.values())
 
     def _counters(self) -> dict[str, int]:
         """What was given up, ignored or came late, by reason; what never happened is left out (I9)."""
@@ -490,13 +640,6 @@ class Shell:
         if self._trace is not None:
             self._trace.flush()
         return {"delay": self._injection.delay_s}
-
-
-_HOOK_STATES = {
-    HookState.FIRST: ENFORCING,
-    HookState.NOT_FIRST: "another program comes before ours and may hide it",
-    HookState.ABSENT: "our program is not there: nothing is enforced",
-}
 
 
 def policies_at(paths: Iterable[str]) -> tuple[Policy, ...]:

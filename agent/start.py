@@ -15,16 +15,20 @@ import resource
 import signal
 import sys
 
-from agent.config import Config
+from agent.config import Config, asking_ourselves
 from agent.control import ControlError
 from agent.control.lock import AgentLock
 from agent.control.server import ControlServer
+from agent.datapath import syscall
 from agent.datapath.datapath import Datapath, pinned_map_id
 from agent.datapath.datapath import Settings as DatapathSettings
 from agent.datapath.errors import DatapathError
 from agent.documents.remarks import PolicyError
+from agent.holder.client import HolderLink, dismiss
 from agent.host.endpoints import HostEndpoints
+from agent.host.firewall import Firewall, Unreadable
 from agent.host.interfaces import Interfaces
+from agent.host.marks import settled
 from agent.shell import Shell, Start, policies_at
 from agent.state import Journal, StateError, read_journal
 
@@ -44,7 +48,12 @@ def run(config: Config) -> int:
         # Before the datapath: a second agent would replace what the first one enforces with.
         lock.acquire()
         policies = policies_at(config.policies)
-        interfaces = Interfaces()
+        interfaces = _network()
+        sentence = asking_ourselves(config.dns.upstreams, config.endpoints, interfaces.host_addresses().__contains__)
+        if sentence is not None:
+            raise ControlError(sentence)
+        syscall.pretend_without(config.testing.without)
+        config = dataclasses.replace(config, datapath=settled(config.datapath))
         settings = DatapathSettings(**dataclasses.asdict(config.datapath))
         journal_path = config.control.socket.with_name("journal")
         pinned = pinned_map_id(settings)
@@ -57,13 +66,22 @@ def run(config: Config) -> int:
                     log.info("names are learned anew: %s", why)
                 records = None
             journal = stack.enter_context(contextlib.closing(Journal(journal_path, datapath.policy_map_id, records or ())))
-            start = Start(records, interfaces, HostEndpoints(config.endpoints, records or ()), tuple(policies))
+            device = settings.interception_device
+            host_endpoints = HostEndpoints(config.endpoints, records or (), (device.name, device.peer))
+            start = Start(records, interfaces, host_endpoints, tuple(policies))
             return asyncio.run(_serve(config, start, datapath, journal, lock))
     except (ControlError, PolicyError, DatapathError, StateError) as error:
         print(f"namegate: {error}", file=sys.stderr)
         return 2
     finally:
         lock.release()
+
+
+def _network() -> Interfaces:
+    try:
+        return Interfaces()
+    except OSError as error:
+        raise DatapathError(error.errno or errno.EIO, f"the network cannot be looked at: {error.strerror}") from None
 
 
 def _raise_descriptor_limit() -> None:
@@ -103,17 +121,29 @@ async def _serve(
         stop(2)
 
     loop.set_exception_handler(give_up)
-    shell = Shell(config, datapath, journal, refused)
+    holder = HolderLink(config.control.socket, config.datapath.mark, config.dns.holder_patience) if config.dns.holder else None
+    shell = Shell(config, datapath, journal, refused, holder)
     server = ControlServer(config.control.socket, shell.answer, lock)
     await server.start()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, 0)
+        if holder is None:
+            dismiss(config.control.socket)  # one of a process before, which had another configuration
         shell.start(start)
+        loop.run_in_executor(None, _warn_of_firewall, config.datapath.device)  # it may have thousands of rules to read
         exit_code = await stopped
         if exit_code == 0:
+            await shell.drain()
             log.info("stopped; the kernel goes on enforcing, `namegate cleanup` ends that")
         return exit_code
     finally:
         await server.close()
         shell.close()
+
+
+def _warn_of_firewall(device: str) -> None:
+    """It drops what the gate hands over, and only its owner can change that."""
+    with contextlib.suppress(Unreadable):
+        for obstacle in Firewall.read().obstacles(device):
+            log.warning("%s drops DNS on its way to us: %s", obstacle.chain, obstacle.remedy)

@@ -95,5 +95,14 @@ def main(context: click.Context, control: Path, debug: bool) -> None:
     context.obj = Session(environment, control, debug)
 
 
-for _command in (change.agent, judge.check, change.apply, show.status, *show.nouns(), change.cleanup):
+for _command in (
+    change.agent,
+    judge.check,
+    judge.doctor,
+    change.apply,
+    show.status,
+    *show.nouns(),
+    change.holder,
+    change.cleanup,
+):
     main.add_command(_command)

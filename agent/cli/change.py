@@ -32,7 +32,7 @@ def agent(context: click.Context, path: Path, debug: bool) -> None:
     session.require_root("agent", "it loads BPF programs and makes a network device")
     if context.parent is not None and context.parent.get_parameter_source("control") is not ParameterSource.DEFAULT:
         raise Sentence("--control says which agent to ask; where this one listens is `control.socket` in its configuration")
-    config = _config(path)
+    config = configuration(path)
     for warning in config.warnings:
         click.echo(f"warning: {warning}", err=True)
     import logging
@@ -53,7 +53,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _config(path: Path) -> Config:
+def configuration(path: Path) -> Config:
     from agent.config import ConfigError, load
 
     try:
@@ -103,6 +103,25 @@ def apply(session: Session, files: tuple[Path, ...], wait: bool, timeout: str) -
 
 
 @click.command(
+    hidden=True,  # the agent starts it; for who gives it a unit of its own
+    epilog=with_examples("sudo namegate holder", "sudo namegate --control /run/lab/control.sock holder"),
+)
+@click.option("--detach", is_flag=True, help="Come back as soon as it listens; a child goes on.")
+@click.pass_context
+def holder(context: click.Context, detach: bool) -> None:
+    """Keep the DNS sockets while there is no agent, and answer SERVFAIL if none comes soon.
+
+    --control says for which agent. It gets them from the agent, and ends with SIGTERM or with `namegate cleanup`.
+    """
+    session: Session = context.obj
+    session.require_root("holder", "it has the agent's sockets")
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    context.exit(session.environment.hold(session.control, detach))
+
+
+@click.command(
     short_help="Remove what a stopped agent left in the kernel.",
     epilog=with_examples("sudo namegate cleanup", "sudo namegate cleanup -c /etc/namegate.yaml"),
 )
@@ -117,7 +136,7 @@ def cleanup(session: Session, path: Path | None) -> None:
     from agent.config import Config
     from agent.control.lock import AgentLock
 
-    config = Config() if path is None else _config(path)
+    config = Config() if path is None else configuration(path)
     lock = AgentLock(config.control.socket)
     lock.acquire()
     try:

@@ -16,6 +16,7 @@ import click
 
 if TYPE_CHECKING:
     from agent.config import Config
+    from agent.host.doctor import Condition
 
 DEFAULT_CONTROL = Path("/run/namegate/control.sock")
 
@@ -43,24 +44,42 @@ def _run(config: Config) -> int:
 def _clean(config: Config) -> list[str]:
     from agent.datapath.datapath import Settings, cleanup
     from agent.datapath.errors import DatapathError
+    from agent.holder.client import dismiss
 
     try:
-        return cleanup(Settings(**asdict(config.datapath)))
+        interfaces = cleanup(Settings(**asdict(config.datapath)))
+        dismiss(config.control.socket)
+        return interfaces
     except DatapathError as error:
         raise Sentence(error.sentence) from None
+
+
+def _examine(config: Config) -> list[Condition]:
+    from agent.host.doctor import examine
+
+    return examine(config)
+
+
+def _hold(control: Path, is_detached: bool) -> int:
+    from agent.holder.process import run
+
+    return run(control, is_detached=is_detached)
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
     """connect: socket path and patience in seconds to something that can be asked. run: the daemon, until it ends, to its exit
-    code. clean: take everything out of the kernel that an agent with this configuration leaves there, and name the interfaces
-    that were policed.
+    code. clean: take everything out of the kernel that an agent with this configuration leaves there, end its holder, and name
+    the interfaces that were policed. hold: be the holder at this path until it is told to leave, or let a child be it.
+    examine: what of this host stands in the way of an agent with this configuration.
     """
 
     connect: Callable[[Path, float], Asks] = _connect
     is_root: Callable[[], bool] = _is_root
     run: Callable[[Config], int] = _run
     clean: Callable[[Config], list[str]] = _clean
+    hold: Callable[[Path, bool], int] = _hold
+    examine: Callable[[Config], list[Condition]] = _examine
 
 
 @dataclass(slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
 
-from agent.cli.environment import Sentence, with_examples
+from agent.cli.change import configuration
+from agent.cli.environment import Sentence, Session, with_examples
+from agent.cli.show import encoded, output_option
 
 
 @click.command(
@@ -38,3 +41,35 @@ def check(context: click.Context, files: tuple[Path, ...]) -> None:
         context.exit(1)
     count = len(result.policies)
     click.echo(f"{count} {'policy' if count == 1 else 'policies'}, no mistake")
+
+
+@click.command(
+    short_help="What of this host stands in the way?",
+    epilog=with_examples("sudo namegate doctor", "sudo namegate doctor -c /etc/namegate.yaml -o json"),
+)
+@click.option(
+    "-c", "--config", "path", type=click.Path(path_type=Path), metavar="FILE", help="The configuration; else its defaults."
+)
+@output_option
+@click.pass_context
+def doctor(context: click.Context, path: Path | None, output: str) -> None:
+    """What of this host stands in the way of the agent, and what to do about it? Changes nothing; an agent may run.
+
+    Each condition is good, worked around or bad. Exit code 1: one is bad.
+    """
+    session: Session = context.obj
+    session.require_root("doctor", "it looks at firewall, BPF and network as the agent would")
+    from agent.config import Config, ControlSettings
+
+    config = Config(control=ControlSettings(session.control)) if path is None else configuration(path)
+    conditions = session.environment.examine(config)
+    if output == "table":
+        margin = max(len(condition.name) for condition in conditions) + 2
+        for condition in conditions:
+            click.echo(f"{condition.state.value:15}{condition.name.ljust(margin)}{condition.found}")
+            if condition.remedy:
+                click.echo(f"{'':15}{'':{margin}}remedy: {condition.remedy}")
+    else:
+        click.echo(encoded([dataclasses.asdict(condition) for condition in conditions], output), nl=False)
+    if any(condition.state.value == "bad" for condition in conditions):
+        context.exit(1)

@@ -14,7 +14,7 @@ from agent.cli.rows import Column, Row, cell_as_text, rows_as_text
 from agent.control import ControlError
 
 _FORMATS = ("table", "json", "yaml")
-_output = click.option(
+output_option = click.option(
     "-o", "--output", type=click.Choice(_FORMATS), default="table", show_default=True, help="json and yaml have every column."
 )  # fmt: skip
 
@@ -143,7 +143,7 @@ def nouns() -> list[click.Command]:
 
 
 def _noun(name: str, sentence: str, columns: tuple[Column, ...], examples: tuple[str, ...]) -> click.Command:
-    @_output
+    @output_option
     @click.pass_obj
     def show(session: Session, output: str) -> None:
         session.require_root(name, "it asks the agent through a socket for root")
@@ -159,7 +159,7 @@ def _noun(name: str, sentence: str, columns: tuple[Column, ...], examples: tuple
     short_help="Does the kernel enforce what the policies say?",
     epilog=with_examples("namegate status", "namegate status -o json", "namegate status >/dev/null || echo not enforcing"),
 )
-@_output
+@output_option
 @click.pass_context
 def status(context: click.Context, output: str) -> None:
     """Is everything that the policies say in the kernel? Exit code 1: no, and the reasons say why."""
@@ -171,7 +171,7 @@ def status(context: click.Context, output: str) -> None:
         raise Sentence(error.sentence + _still_enforced()) from None
     if not isinstance(answer, dict):
         raise Sentence("the agent's answer to `status` is not understood: is it of another release?")
-    click.echo(_status_as_text(answer) if output == "table" else _encoded(answer, output), nl=False)
+    click.echo(_status_as_text(answer) if output == "table" else encoded(answer, output), nl=False)
     if answer.get("state") != "enforcing":
         context.exit(1)
 
@@ -179,9 +179,10 @@ def status(context: click.Context, output: str) -> None:
 def _still_enforced() -> str:
     """The agent may be gone, but its programs stay."""
     from agent.config import DatapathSettings
+    from agent.datapath.attach import attached
 
-    links = DatapathSettings().pin_directory / "links"
-    interfaces = sorted({pin.name.rpartition("-")[0] for pin in links.glob("*-*")} - {DatapathSettings().device})
+    settings = DatapathSettings()
+    interfaces = sorted({hook.interface for hook in attached(settings.pin_directory)} - {"", settings.device})
     return f"; the kernel goes on enforcing on {', '.join(interfaces)}" if interfaces else ""
 
 
@@ -205,10 +206,10 @@ def _status_as_text(answer: Mapping[str, object]) -> str:
 
 
 def _as_text(rows: Sequence[Row], columns: Sequence[Column], output: str) -> str:
-    return rows_as_text(rows, columns, _width()) if output == "table" else _encoded(rows, output)
+    return rows_as_text(rows, columns, _width()) if output == "table" else encoded(rows, output)
 
 
-def _encoded(data: object, output: str) -> str:
+def encoded(data: object, output: str) -> str:
     if output == "json":
         return json.dumps(data, indent=2) + "\n"
     import yaml

@@ -4,8 +4,8 @@ Where the kernel has TCX (6.6), a link: ours is put first in the chain, the link
 one system call between two packets. Below, the clsact qdisc, whose filter is replaced in place. Neither is ever removed and
 added: between the two every packet would pass.
 
-Pins: DIRECTORY/links/INTERFACE-ingress holds the link, DIRECTORY/filters/INTERFACE-ingress the program of a clsact filter, so
-that whoever cleans up knows where to look. The interface is looked up in the caller's network namespace.
+Pins: DIRECTORY/links/IFINDEX-ingress holds the link, DIRECTORY/filters/IFINDEX-ingress the program of a clsact filter, so that
+whoever cleans up knows where to look. The interface is looked up in the caller's network namespace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import contextlib
 import enum
 import errno
 import os
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -45,9 +46,8 @@ class Hook(NamedTuple):
 
     @property
     def pin_name(self) -> str:
-        """bpffs keeps names with a dot for itself."""
-        name = self.interface.replace("%", "%25").replace(".", "%2e")
-        return f"{name}-{'ingress' if self.is_ingress else 'egress'}"
+        """By index: an interface keeps it, and what is attached, when it gets another name."""
+        return f"{self.ifindex}-{'ingress' if self.is_ingress else 'egress'}"
 
     @property
     def attach_type(self) -> int:
@@ -62,7 +62,20 @@ class HookState(enum.StrEnum):
 
     FIRST = "first"
     NOT_FIRST = "not-first"  # a program before ours may end the chain, and hide ours
+    SILENT = "silent"  # on the list, but a packet put through the hook was not counted
     ABSENT = "absent"
+
+    @property
+    def sentence(self) -> str:
+        return _SENTENCES[self]
+
+
+_SENTENCES: Final = {
+    HookState.FIRST: "our program judges first",
+    HookState.NOT_FIRST: "another program comes before ours and may hide it",
+    HookState.SILENT: "a packet put through our program was not counted as dropped: nothing shows that it enforces",
+    HookState.ABSENT: "our program is not there: nothing is enforced",
+}
 
 
 def hooks(interface: str, ifindex: int, orientation: Orientation) -> dict[str, Hook]:
@@ -144,40 +157,78 @@ def detach(hook: Hook, directory: Path) -> None:
 
 
 def attached(directory: Path) -> Iterator[Hook]:
-    """The hooks with a pin. ifindex is 0 where the interface is gone."""
+    """The hooks with a pin. The name is empty where the interface is gone."""
     for kind in ("links", "filters"):
         for pin in sorted((directory / kind).glob("*")):
-            name, _, side = pin.name.rpartition("-")
-            interface = name.replace("%2e", ".").replace("%25", "%")
-            yield Hook(interface, _ifindex(interface), is_ingress=side == "ingress")
+            ifindex, _, side = pin.name.rpartition("-")
+            if ifindex.isdecimal():
+                yield Hook(interface_name(int(ifindex)), int(ifindex), is_ingress=side == "ingress")
 
 
-def _ifindex(interface: str) -> int:
-    import socket
-
+def interface_name(ifindex: int) -> str:
+    """Empty where it is gone."""
     try:
-        return socket.if_nametoindex(interface)
+        return socket.if_indextoname(ifindex)
     except OSError:
-        return 0
+        return ""
 
 
-def state(hook: Hook, program: int) -> HookState:
-    """Asked of the kernel: is this program on the hook, and the first there?"""
-    own = syscall.program_info(program).id
+def state(hook: Hook, program: int, map_id: int) -> HookState:
+    """Asked of the kernel: is this program on the hook, or one of that name with this map of ours, and the first there?
+
+    The latter is that of the process before, which judges by the same tables. Without a packet put through: see Canary.
+    """
+    own = syscall.program_info(program)
+    programs = _tcx_programs(hook)
+    place = _place_of(own, map_id, programs)
+    if place is None:
+        programs = (*programs, *_netlink(lambda netlink: _filter_programs(netlink, hook)))  # TCX runs before clsact
+        place = _place_of(own, map_id, programs)
+    if place is None:
+        return HookState.ABSENT
+    return HookState.NOT_FIRST if place else HookState.FIRST
+
+
+def neighbours(hook: Hook, directory: Path) -> tuple[list[str], list[str]]:
+    """Who else is on the hook, before and behind ours; all are behind where ours is not there. For people."""
+    mine = set()
+    with contextlib.suppress(OSError):
+        link = syscall.get_pinned(str(directory / "links" / hook.pin_name))
+        try:
+            mine.add(syscall.link_info(link).program_id)
+        finally:
+            os.close(link)
+    filters = _netlink(lambda netlink: _filter_programs(netlink, hook))
+    if (directory / "filters" / hook.pin_name).exists():
+        mine |= set(filters) - {0}
+    programs = [*_tcx_programs(hook), *filters]
+    place = next((place for place, number in enumerate(programs) if number in mine), -1)
+    names = [f"program {number}" if number else "a filter of tc" for number in programs]
+    return names[: max(place, 0)], names[place + 1 :]
+
+
+def _tcx_programs(hook: Hook) -> tuple[int, ...]:
     try:
-        programs = syscall.tcx_programs(hook.ifindex, hook.attach_type)
+        return syscall.tcx_programs(hook.ifindex, hook.attach_type)
     except OSError as problem:
-        if problem.errno == errno.ENODEV:
-            return HookState.ABSENT
-        if problem.errno not in _NO_TCX:
-            raise refused(f"ask which programs are on the {hook}", problem) from None
-        programs = ()
-    if own not in programs:
-        filters = _netlink(lambda netlink: _filter_programs(netlink, hook))
-        if own not in filters:
-            return HookState.ABSENT
-        programs = (*programs, *filters)  # TCX runs before clsact
-    return HookState.FIRST if programs[0] == own else HookState.NOT_FIRST
+        if problem.errno == errno.ENODEV or problem.errno in _NO_TCX:
+            return ()
+        raise refused(f"ask which programs are on the {hook}", problem) from None
+
+
+def _place_of(own: syscall.ProgramInfo, map_id: int, programs: Sequence[int]) -> int | None:
+    for place, number in enumerate(programs):
+        if number == own.id:
+            return place
+        with contextlib.suppress(OSError):
+            fd = syscall.program_of(number)
+            try:
+                info = syscall.program_info(fd)
+            finally:
+                os.close(fd)
+            if info.name == own.name and map_id in info.maps:
+                return place
+    return None
 
 
 # --- clsact ----------------------------------------------------------------------------------------------------------
@@ -244,7 +295,7 @@ def _delete_filter(netlink: IPRoute, hook: Hook) -> None:
     """And the qdisc with it when no filter of anybody is left."""
     from pyroute2.netlink.exceptions import NetlinkError
 
-    if not hook.ifindex:
+    if not hook.interface:
         return
     with contextlib.suppress(NetlinkError):
         netlink.tc("del-filter", "bpf", hook.ifindex, 1, parent=_parent(hook), prio=_PRIORITY, protocol=_ETH_P_ALL)

@@ -3,7 +3,7 @@
 What is pinned outlives the process, and the kernel goes on enforcing with it:
 
     DIRECTORY/maps/LAYOUT/NAME             the tables, for whoever wants to look (bpftool map dump pinned …)
-    DIRECTORY/links/INTERFACE-ingress      a program on a hook
+    DIRECTORY/links/IFINDEX-ingress        a program on a hook
 
 A start takes over the tables of the process before where it is asked to and they fit: its programs judge by the same rows and
 flows, and a write is in force at once, by the programs of before too. Else it makes its own, fills them, and they count from
@@ -18,9 +18,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import platform
+import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from agent.core.events import Attach, Detach
 from agent.core.types import Address, Key, Orientation, Table, Value, Write
@@ -28,10 +32,13 @@ from agent.datapath import abi, attach, loader, pins, syscall
 from agent.datapath import device as interception
 from agent.datapath.abi import Loss
 from agent.datapath.attach import Hook, HookState
+from agent.datapath.canary import Canary
 from agent.datapath.errors import DatapathError
 from agent.datapath.events import DropEvent, EventRing
 from agent.datapath.maps import Counter, Fill, Flow, KernelTables
 from agent.datapath.pins import UnfitError
+
+_PROOF_HOLDS_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,7 @@ class Settings:
     """What the agent takes for itself in the kernel. Names and defaults are those of `datapath` in the configuration.
 
     answers_per_second: refusals sent to one endpoint; what is over them is dropped silently, 0 drops everything silently.
+    questions_per_second, question_burst: what one endpoint may ask; what is over it is denied, 0 a second are any number.
     cache: where bytecode and merged headers are; None: NAMEGATE_CACHE, or /var/cache/namegate.
     """
 
@@ -58,12 +66,19 @@ class Settings:
     counter_rows: int = 32_768
     rule_rows: int = 16_384
     answers_per_second: int = 100
+    questions_per_second: int = 2_000
+    question_burst: int = 500
     cache: Path | None = None
 
     @property
     def mark_answer(self) -> int:
         """What the program marks its own refusals with: the agent's mark with the lowest of our bits turned over."""
         return self.mark ^ (self.mark_mask & -self.mark_mask)
+
+    @property
+    def note(self) -> str:
+        """On the interception device, for the next start, and for whoever looks at `ip link`."""
+        return f"namegate, mark {self.mark:#x}/{self.mark_mask:#x}"
 
     @property
     def interception_device(self) -> interception.Device:
@@ -76,6 +91,8 @@ class Settings:
             "MARK_AGENT": self.mark,
             "MARK_ANSWER": self.mark_answer,
             "ANSWERS_PER_SECOND": self.answers_per_second,
+            "QUESTIONS_PER_SECOND": self.questions_per_second,
+            "QUESTION_BURST": self.question_burst,
             "IPCACHE_MAX": self.ipcache_rows,
             "POLICY_MAX": self.policy_rows,
             "FLOWS_MAX": self.flow_rows,
@@ -99,9 +116,11 @@ class Datapath:
         self._loaded = loaded
         self._gate = gate
         self._events = EventRing(loaded.fds_by_map["events"])
-        self._attached: set[str] = set()
+        self._attached: set[int] = set()  # ifindex
         self._is_published = self.is_taken_over
         self._lock = lock
+        self._canary = Canary(settings.mark_answer, self._canaries)
+        self._proven: dict[int, float] = {}  # ifindex -> when a canary was last dropped there
 
     @classmethod
     def open(cls, settings: Settings, *, take_over: bool = False) -> Datapath:
@@ -141,7 +160,7 @@ class Datapath:
             had_device = _has_interface(settings.device)
             if not had_device:
                 undo.callback(interception.remove, settings.interception_device)
-            ifindex = interception.provide(settings.interception_device)
+            ifindex = interception.provide(settings.interception_device, settings.note)
             datapath = cls(settings, loaded, Hook(settings.device, ifindex, is_ingress=True), lock, why_not)
             undo.pop_all()
         return datapath
@@ -152,6 +171,7 @@ class Datapath:
             pins.remove_new(self.settings.pin_directory)
             pins.remove_if_empty(self.settings.pin_directory)
         os.close(self._lock)
+        self._canary.close()
         self._events.close()
         self._loaded.close()
 
@@ -184,6 +204,7 @@ class Datapath:
     def attach(self, effect: Attach) -> None:
         """Puts the programs on an interface, or in place of those of the process before; raises DatapathError.
 
+        Also where they are on it and nothing shows that they enforce: they stay, for they may.
         The hook that sees what the endpoint sends comes first: its packets open the flows by which the other hook knows
         their replies.
         """
@@ -196,44 +217,74 @@ class Datapath:
         except DatapathError:
             self._detach(new)  # not where a program was before: an interface that was judged goes on being judged
             raise
-        self._attached.add(effect.interface)
+        self._attached.add(effect.ifindex)
         self._publish()
+        self._proven.pop(effect.ifindex, None)
+        found = self.hook_state(effect.ifindex, effect.orientation)
+        if found is not HookState.FIRST:
+            raise DatapathError(errno.EBUSY, found.sentence)
 
     def detach(self, effect: Detach) -> None:
         """Nothing of ours is on the interface any more: what it sends passes unjudged."""
         self._detach(Hook(effect.interface, effect.ifindex, side) for side in (True, False))
-        self._attached.discard(effect.interface)
+        self._attached.discard(effect.ifindex)
+        self._proven.pop(effect.ifindex, None)
 
     def detach_others(self) -> list[str]:
         """Detaches, and names, what a process before had attached and this one has not. Call when all are attached."""
         others = [
             hook
             for hook in attach.attached(self.settings.pin_directory)
-            if hook.interface not in self._attached and hook.interface != self.settings.device
+            if hook.ifindex not in self._attached and hook.ifindex != self._gate.ifindex
         ]
         self._detach(others)
-        return sorted({hook.interface for hook in others})
+        return sorted({hook.interface for hook in others if hook.interface})
 
     def _detach(self, hooks: Iterable[Hook]) -> None:
         for hook in hooks:
             attach.detach(hook, self.settings.pin_directory)
 
     def hook_state(self, ifindex: int, orientation: Orientation) -> HookState:
-        """The worse of the interface's two hooks, asked of the kernel."""
-        states = [
-            attach.state(hook, self._loaded.fds_by_program[program])
-            for program, hook in attach.hooks("", ifindex, orientation).items()
-        ]
+        """The worse of the interface's two hooks: asked of the kernel, and proved with a packet where packets come in.
+
+        May wait for a quarter of a second: call it in a thread where a loop runs.
+        """
+        states = [self._state(hook, program, "endpoints") for program, hook in attach.hooks("", ifindex, orientation).items()]
         return max(states, key=list(HookState).index)
 
     def gate_state(self) -> HookState:
-        return attach.state(self._gate, self._loaded.fds_by_program["gate"])
+        """As hook_state(), of the interception device."""
+        return self._state(self._gate, "gate", "dns_sockets")
+
+    def _state(self, hook: Hook, program: str, map_name: str) -> HookState:
+        map_id = syscall.map_info(self._loaded.fds_by_map[map_name]).id
+        found = attach.state(hook, self._loaded.fds_by_program[program], map_id)
+        if found is HookState.FIRST and hook.is_ingress and not self._is_proven(hook):
+            return HookState.SILENT
+        return found
+
+    def _is_proven(self, hook: Hook) -> bool:
+        """A proof holds for a second: who asks more often adds no more packets."""
+        now = time.monotonic()
+        if now - self._proven.get(hook.ifindex, -_PROOF_HOLDS_S) < _PROOF_HOLDS_S:
+            return True
+        try:
+            is_dropped = self._canary.is_dropped(hook.ifindex)
+        except OSError:  # the interface has gone this very moment, or a right is missing: nothing is shown
+            return False
+        if is_dropped:
+            self._proven[hook.ifindex] = now
+        return is_dropped
+
+    def _canaries(self) -> int:
+        return self.tables.packets_counted(None, abi.Reason.DROP_CANARY)
 
     def gate_problems(self) -> list[str]:
         """Why questions may not reach the proxy. Synchronous netlink: call it in a thread where a loop runs."""
         said = interception.problems(self.settings.interception_device)
-        if self.gate_state() is not HookState.FIRST:
-            said.append(f"the program that takes DNS over is not on {self.settings.device}, or not the first")
+        state = self.gate_state()
+        if state is not HookState.FIRST:
+            said.append(f"{self.settings.device}, which takes DNS over: {state.sentence}")
         return said
 
     def set_dns_sockets(self, fds_by_key: Mapping[int, int]) -> None:
@@ -304,6 +355,19 @@ def pinned_map_id(settings: Settings) -> int | None:
             os.close(fd)
 
 
+def preallocated_bytes(settings: Settings) -> int:
+    """About what the kernel sets aside when the tables are made: 64 bytes go with each row. Tries take memory row by row."""
+    rows = {
+        "own_addresses": settings.own_address_rows,
+        "flows": settings.flow_rows,
+        "ended": settings.flow_rows // 4,
+        "last_seen": settings.last_seen_rows,
+        "fragments": settings.fragment_rows,
+    }
+    sizes = {name: key.size + value.size + 64 for name, (key, value) in abi.MAPS.items() if name in rows}
+    return sum(rows[name] * size for name, size in sizes.items())
+
+
 def cleanup(settings: Settings) -> list[str]:
     """Takes everything of ours out of the kernel, whoever put it there; gives the interfaces that were attached.
 
@@ -317,27 +381,64 @@ def cleanup(settings: Settings) -> list[str]:
         attach.detach(hook, directory)
     pins.remove_all(directory)
     interception.remove(settings.interception_device)
-    return sorted({hook.interface for hook in found if hook.interface != settings.device})
+    return sorted({hook.interface for hook in found} - {"", settings.device})
+
+
+KERNEL_MIN: Final = (5, 15)  # what the programs use was all there, by its documentation
+KERNEL_TESTED: Final = (6, 1)
 
 
 def _bytecode(settings: Settings) -> loader.Bytecode:
-    if os.geteuid() != 0:
-        raise DatapathError(errno.EPERM, "the agent needs root: run it with sudo")
-    _require_bpffs(settings.pin_directory)
+    for what in (what_is_missing_of_rights(), what_is_missing_of_kernel(), what_is_missing_of_bpffs(settings.pin_directory)):
+        if what is not None:
+            raise what
     return loader.bytecode(settings.defines(), settings.cache)
 
 
-def _require_bpffs(directory: Path) -> None:
+def what_is_missing_of_kernel() -> DatapathError | None:
+    if kernel_version() >= KERNEL_MIN:
+        return None
+    return DatapathError(
+        errno.ENOSYS, f"Linux {platform.release()} is too old: namegate needs {KERNEL_MIN[0]}.{KERNEL_MIN[1]} or later"
+    )
+
+
+def kernel_version() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def what_is_missing_of_rights() -> DatapathError | None:
+    """capabilities(7): root in a container has often not all of them."""
+    if os.geteuid() != 0:
+        return DatapathError(errno.EPERM, "the agent needs root: run it with sudo")
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    held = int(found[1], 16) if found else 0
+    wanted = {"CAP_NET_ADMIN": {12}, "CAP_BPF": {39, _CAP_SYS_ADMIN}, "CAP_PERFMON": {38, _CAP_SYS_ADMIN}}
+    missing = [name for name, numbers in wanted.items() if not any(held >> number & 1 for number in numbers)]
+    if not missing:
+        return None
+    return DatapathError(
+        errno.EPERM,
+        f"root has no {', '.join(missing)} here: run the agent on the host, or give its container these capabilities",
+    )
+
+
+_CAP_SYS_ADMIN: Final = 21
+
+
+def what_is_missing_of_bpffs(directory: Path) -> DatapathError | None:
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
     kinds = {Path(mount[1]): mount[2] for mount in mounts}
     for parent in (directory, *directory.parents):
         if parent in kinds:
             if kinds[parent] == "bpf":
-                return
+                return None
             break
     root = Path("/sys/fs/bpf")
     where = root if root in directory.parents else directory.parent
-    raise DatapathError(errno.ENOENT, f"{directory} is on no bpf file system: mount -t bpf bpf {where}")
+    return DatapathError(errno.ENOENT, f"{directory} is on no bpf file system: mount -t bpf bpf {where}")
 
 
 def _has_interface(name: str) -> bool:

@@ -10,6 +10,9 @@ default dev lo`. Why a device, and why these sysctls, which are set on it and on
 
 The address is 192.0.0.8, which IANA keeps as a dummy (RFC 7600), of host scope: it is chosen as a source for nothing.
 
+Nothing of somebody else is used or replaced: see in_the_way(). The device's alias notes what the agent wants the next start to
+know; it goes with the device.
+
 Synchronous: pyroute2 runs an event loop of its own in here. Call it before the agent's loop runs.
 """
 
@@ -49,8 +52,92 @@ class Device(NamedTuple):
         return f"{self.name[:10]}-peer"
 
 
-def provide(device: Device) -> int:
-    """Makes what is missing of the device and its rules; gives its ifindex. Raises DatapathError."""
+class Rule(NamedTuple):
+    """One of the policy routing rules (ip-rule(8)), as far as it can meet ours. mark, mask: 0, 0 where it looks at no mark."""
+
+    family: int
+    priority: int
+    table: int
+    interface: str
+    mark: int
+    mask: int
+
+    def __str__(self) -> str:
+        mark = f" fwmark {self.mark:#x}/{self.mask:#x}" if self.mask else ""
+        interface = f" iif {self.interface}" if self.interface else ""
+        return f"{self.priority}: from all{mark}{interface} lookup {self.table}"
+
+
+def rules() -> list[Rule]:
+    """Of both families, without the kernel's first, which looks at the host's own addresses."""
+    from pyroute2 import IPRoute
+
+    found = []
+    with IPRoute() as netlink:
+        for family in _families():
+            for message in netlink.get_rules(family):
+                mark = message.get_attr("FRA_FWMARK")
+                mask = message.get_attr("FRA_FWMASK")
+                found.append(
+                    Rule(
+                        family,
+                        message.get_attr("FRA_PRIORITY") or 0,
+                        message.get_attr("FRA_TABLE") or message["table"],
+                        message.get_attr("FRA_IIFNAME") or "",
+                        mark or 0,
+                        0 if mark is None and mask is None else 0xFFFF_FFFF if mask is None else mask,
+                    )
+                )
+    return [rule for rule in found if rule.priority]
+
+
+def in_the_way(device: Device) -> list[str]:
+    """Why the device cannot be what it is to be: what of others has its name, priority or table. A sentence and remedy each."""
+    from pyroute2 import IPRoute
+
+    others = [rule for rule in rules() if not rule.interface]
+    said = [
+        f"the rule `{rule}` of somebody else comes before ours and may take DNS away: choose another `datapath.rule-priority`, "
+        f"before that one, instead of {device.priority}"
+        for rule in others
+        if _comes_before(rule, device)
+    ]
+    users = [f"the rule `{rule}`" for rule in others if rule.table == device.table]
+    with IPRoute() as netlink:
+        found = netlink.link_lookup(ifname=device.name)
+        if found and not _is_ours(netlink.get_links(found[0])[0]):
+            said.append(f"{device.name} is an interface of somebody else: choose another `datapath.device`")
+        users += [
+            f"a route to {route.get_attr('RTA_DST') or 'everywhere'}"
+            for family in _families()
+            for route in netlink.get_routes(family=family, table=device.table)
+            if route["dst_len"] or route.get_attr("RTA_OIF") != _LOOPBACK
+        ]
+    said += [
+        f"routing table {device.table} is in use by somebody else ({by}): choose another `datapath.routing-table`"
+        for by in users
+    ]
+    return list(dict.fromkeys(said))  # a rule of both families is one
+
+
+def _comes_before(rule: Rule, device: Device) -> bool:
+    """One that looks at a mark is for packets that have it, and only disputes the place."""
+    return rule.priority == device.priority or (rule.priority < device.priority and not rule.mask)
+
+
+def noted(device: Device) -> str:
+    """What provide() was given to note; empty where the device is not there."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as netlink:
+        for index in netlink.link_lookup(ifname=device.name):
+            return str(netlink.get_links(index)[0].get_attr("IFLA_IFALIAS") or "")
+    return ""
+
+
+def provide(device: Device, note: str) -> int:
+    """Makes what is missing of the device and its rules; gives its ifindex. Raises DatapathError, and has then made nothing
+    where somebody else is in the way."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 
@@ -62,29 +149,26 @@ def provide(device: Device) -> int:
                 raise
 
     try:
+        if obstacles := in_the_way(device):
+            raise DatapathError(errno.EEXIST, "; ".join(obstacles))
         with IPRoute() as netlink:
             found = netlink.link_lookup(ifname=device.name)
             if not found:
                 netlink.link("add", ifname=device.name, kind="veth", peer={"ifname": device.peer})
                 found = netlink.link_lookup(ifname=device.name)
-            elif not _is_ours(netlink.get_links(found[0])[0]):
-                raise DatapathError(
-                    errno.EEXIST, f"{device.name} is an interface of somebody else: name another datapath.device"
-                )
             ifindex = int(found[0])
+            netlink.link("set", index=ifindex, ifalias=note)
             _set_sysctls(device.name, _SYSCTLS)
             _set_sysctls(device.peer, _SYSCTLS_PEER)
             for name in (device.name, device.peer):
                 for index in netlink.link_lookup(ifname=name):
                     netlink.link("set", index=index, state="up")
             unless_there(lambda: netlink.addr("add", index=ifindex, address=_ADDRESS, prefixlen=32, scope=_SCOPE_HOST))
-            for family, everything in _FAMILIES.items():
-                if family == socket.AF_INET6 and not _has_ipv6():
-                    continue
+            for family in _families():
                 netlink.route(
                     "replace",
                     family=family,
-                    dst=everything,
+                    dst=_FAMILIES[family],
                     type=_ROUTE_LOCAL,
                     scope=_SCOPE_HOST if family == socket.AF_INET else 0,
                     table=device.table,
@@ -108,9 +192,7 @@ def problems(device: Device) -> list[str]:
         if not found:
             return [f"the device {device.name} is gone"]
         said = [] if found[0]["state"] == "up" else [f"the device {device.name} is down"]
-        for family in _FAMILIES:
-            if family == socket.AF_INET6 and not _has_ipv6():
-                continue
+        for family in _families():
             version = "IPv4" if family == socket.AF_INET else "IPv6"
             rules = [rule.get_attr("FRA_TABLE") for rule in netlink.get_rules(family) if _is_of(rule, device)]
             if device.table not in rules:
@@ -138,8 +220,10 @@ def remove(device: Device) -> None:
         for family in _FAMILIES:
             with contextlib.suppress(NetlinkError):
                 netlink.rule("del", family=family, iifname=device.name, table=device.table, priority=device.priority)
-            with contextlib.suppress(NetlinkError):
-                netlink.flush_routes(family=family, table=device.table, oif=_LOOPBACK)
+        if not any(rule.table == device.table for rule in rules()):  # or another agent's rule leads to the same routes
+            for family in _FAMILIES:
+                with contextlib.suppress(NetlinkError):
+                    netlink.flush_routes(family=family, table=device.table, oif=_LOOPBACK)
         for index in netlink.link_lookup(ifname=device.name):
             if _is_ours(netlink.get_links(index)[0]):
                 netlink.link("del", index=index)
@@ -150,8 +234,11 @@ def _is_ours(link: object) -> bool:
     return information is not None and information.get_attr("IFLA_INFO_KIND") == "veth"
 
 
-def _has_ipv6() -> bool:
-    return Path("/proc/sys/net/ipv6").is_dir()
+def _families() -> list[socket.AddressFamily]:
+    """Those that this host speaks. Where IPv6 is off on lo, as by `all.disable_ipv6=1`, the kernel takes no route to it."""
+    disabled = Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6")
+    has_ipv6 = disabled.exists() and disabled.read_text(encoding="ascii").strip() == "0"
+    return [family for family in _FAMILIES if family == socket.AF_INET or has_ipv6]
 
 
 def _set_sysctls(name: str, values_by_family: Mapping[str, Mapping[str, str]]) -> None:

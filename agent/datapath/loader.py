@@ -37,7 +37,7 @@ from agent.datapath.errors import DatapathError, refused
 PROGRAMS: Final = ("from_endpoint", "to_endpoint", "gate")
 CACHE_DEFAULT: Final = Path("/var/cache/namegate")
 
-_FORMAT: Final = 1  # of the cached file
+_FORMAT: Final = 2  # of the cached file
 _CFLAGS: Final = ("-O2", "-Wall", "-Werror")
 _COMPILE_S_MAX: Final = 120.0  # two to four seconds on an idle machine
 
@@ -57,10 +57,12 @@ class MapShape(NamedTuple):
 
 
 class Code(NamedTuple):
-    """instructions: with 0 in place of file descriptors; maps: (index of the instruction, name of the map it loads)."""
+    """instructions: with 0 in place of file descriptors; maps: (index of the instruction, name of the map it loads); digest:
+    the kernel's, of BCC's own load of it, in which descriptors do not count."""
 
     instructions: bytes
     maps: tuple[tuple[int, str], ...]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,17 @@ def bytecode(defines: Mapping[str, int], cache: Path | None = None) -> Bytecode:
     """The compiled program, from the cache or from BCC; raises DatapathError."""
     cache = cache or cache_directory()
     directory = source_directory()
-    file = cache / "bytecode" / f"{_key(directory, defines)}.json"
+    file = _file(cache, directory, defines)
     text = _read_trusted(file)
     if text is None:
         text = _compile(directory, defines, cache)
         _write(file, text)
     return _from_json(text, layout(directory))
+
+
+def is_cached(defines: Mapping[str, int], cache: Path | None = None) -> bool:
+    """Then a start needs neither BCC nor headers."""
+    return _read_trusted(_file(cache or cache_directory(), source_directory(), defines)) is not None
 
 
 def layout(directory: Path) -> str:
@@ -144,7 +151,7 @@ def load(code: Bytecode, taken_over: Mapping[str, int] | None = None) -> Loaded:
                 maps[name] = keep(syscall.map_create(*shape, name))
             except OSError as problem:
                 raise refused(f"make the map {name} of {shape.max_entries} rows", problem) from None
-        for name, (instructions, references) in code.code_by_program.items():
+        for name, (instructions, references, digest) in code.code_by_program.items():
             patched = bytearray(instructions)
             for index, map_name in references:
                 struct.pack_into("=i", patched, index * 8 + 4, maps[map_name])
@@ -152,11 +159,19 @@ def load(code: Bytecode, taken_over: Mapping[str, int] | None = None) -> Loaded:
                 programs[name] = keep(syscall.program_load(bytes(patched), name))
             except OSError as problem:
                 raise refused(f"load the program {name}", problem) from None
+            if syscall.program_info(programs[name]).digest != digest:
+                raise DatapathError(
+                    errno.EBADMSG, f"the cached program {name} is not what BCC compiled: remove the bytecode from the cache"
+                )
         opened.pop_all()
     return Loaded(maps, programs)
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def _file(cache: Path, directory: Path, defines: Mapping[str, int]) -> Path:
+    return cache / "bytecode" / f"{_key(directory, defines)}.json"
 
 
 def _key(directory: Path, defines: Mapping[str, int]) -> str:
@@ -206,7 +221,7 @@ def _from_json(text: str, layout: str) -> Bytecode:
     return Bytecode(
         {name: MapShape(*shape) for name, shape in document["maps"].items()},
         {
-            name: Code(base64.b64decode(code["instructions"]), tuple((index, of) for index, of in code["maps"]))
+            name: Code(base64.b64decode(code["instructions"]), tuple((index, of) for index, of in code["maps"]), code["digest"])
             for name, code in document["programs"].items()
         },
         layout,
@@ -232,10 +247,14 @@ def kernel_headers(cache: Path) -> Path | None:
     )
 
 
+def has_bcc() -> bool:
+    return importlib.util.find_spec("bcc") is not None
+
+
 def _compile(directory: Path, defines: Mapping[str, int], cache: Path) -> str:
     if os.geteuid() != 0:
         raise DatapathError(errno.EPERM, "compiling the kernel's program needs root: run it with sudo")
-    if importlib.util.find_spec("bcc") is None:
+    if not has_bcc():
         raise DatapathError(
             errno.ENOENT, "python has no bcc: install python3-bpfcc, and make the venv with --system-site-packages"
         )
@@ -286,7 +305,12 @@ def _compile_here(directory: Path, defines: Mapping[str, int]) -> str:
     programs = {}
     for name in PROGRAMS:
         code, references = _relocatable(bytearray(program.dump_func(name.encode())), names_by_fd)
-        programs[name] = {"instructions": base64.b64encode(code).decode("ascii"), "maps": references}
+        digest = syscall.program_info(program.load_func(name.encode(), BPF.SCHED_CLS).fd).digest
+        programs[name] = {
+            "instructions": base64.b64encode(code).decode("ascii"),
+            "maps": references,
+            "digest": digest,
+        }
     return json.dumps({"maps": shapes, "programs": programs})
 
 

@@ -2,6 +2,7 @@
 
 Rule 1: the attribute is always zero beyond what a command sets; the kernel refuses anything else.
 Rule 2: nothing here knows the agent's tables. A function is a command; it raises OSError.
+Rule 3: pretend_without() is for the test suites alone: it makes this kernel answer as one that lacks a feature.
 
 Layouts are those of `union bpf_attr` in <linux/bpf.h>; they never change, they only grow.
 """
@@ -13,6 +14,7 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -29,6 +31,7 @@ _PROG_LOAD: Final = 5
 _OBJ_PIN: Final = 6
 _OBJ_GET: Final = 7
 _PROG_TEST_RUN: Final = 10
+_PROG_FD_BY_ID: Final = 13
 _OBJ_INFO: Final = 15
 _PROG_QUERY: Final = 16
 _MAP_LOOKUP_BATCH: Final = 24
@@ -42,6 +45,19 @@ TCX_EGRESS: Final = 47
 _BEFORE: Final = 1 << 3
 
 _LOG_SIZE: Final = 1 << 22
+
+_missing: set[str] = set()  # features that this kernel is said to lack
+
+
+def pretend_without(features: Iterable[str]) -> None:
+    """From now on `tcx`, `batch` or both are answered as by a kernel before them."""
+    _missing.clear()
+    _missing.update(features)
+
+
+def _require(feature: str) -> None:
+    if feature in _missing:
+        raise OSError(errno.EINVAL, f"as on a kernel without {feature}")
 
 
 def call(command: int, attribute: ctypes.Array[ctypes.c_char]) -> int:
@@ -91,6 +107,8 @@ class ProgramInfo(NamedTuple):
     type: int
     id: int
     digest: str  # of its instructions; equal ones are the same program
+    name: str  # the first 15 characters of it
+    maps: frozenset[int]  # ids of those it refers to
 
 
 class LinkInfo(NamedTuple):
@@ -154,6 +172,7 @@ def map_lookup_batch(fd: int, position: bytes | None, position_size: int, key_si
     Raises OSError: ENOSPC when a hash bucket holds more than `limit`; EINVAL or EOPNOTSUPP where the kernel has no batch for
     this kind of map.
     """
+    _require("batch")
     before = _buffer((position or b"").ljust(position_size, b"\0"))
     after = ctypes.create_string_buffer(position_size)
     keys, values = ctypes.create_string_buffer(limit * key_size), ctypes.create_string_buffer(limit * value_size)
@@ -225,7 +244,7 @@ def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) ->
     """
     size = len(frame) + 256
     data_in, data_out = _buffer(frame), ctypes.create_string_buffer(size)
-    context_in, context_out = _buffer(context), ctypes.create_string_buffer(max(len(context), 1))
+    context_in = _buffer(context)
     fields = struct.pack(
         "=IIIIQQIIIIQQIII",
         fd,
@@ -237,9 +256,9 @@ def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) ->
         repeat,
         0,
         len(context),
-        len(context),
+        0,
         address_of(context_in) if context else 0,
-        address_of(context_out) if context else 0,
+        0,
         0,
         0,
         0,
@@ -261,8 +280,22 @@ def map_info(fd: int) -> MapInfo:
 
 
 def program_info(fd: int) -> ProgramInfo:
-    kind, number, digest = struct.unpack_from("=II8s", _info(fd, 128))
-    return ProgramInfo(kind, number, digest.hex())
+    maps = ctypes.create_string_buffer(_MAPS_MAX * 4)
+    info = ctypes.create_string_buffer(struct.pack("=52xIQ", _MAPS_MAX, address_of(maps)), 128)
+    _bpf(_OBJ_INFO, struct.pack("=IIQ", fd, len(info), address_of(info)))
+    kind, number, digest = struct.unpack_from("=II8s", info)
+    (count,) = struct.unpack_from("=I", info, 52)
+    (name,) = struct.unpack_from("=16s", info, 64)
+    used = struct.unpack_from(f"={min(count, _MAPS_MAX)}I", maps)
+    return ProgramInfo(kind, number, digest.hex(), name.rstrip(b"\0").decode(errors="replace"), frozenset(used))
+
+
+_MAPS_MAX: Final = 64  # BPF's MAX_USED_MAPS
+
+
+def program_of(number: int) -> int:
+    """A descriptor of the program with this id. Raises OSError: ENOENT when it is gone."""
+    return _bpf(_PROG_FD_BY_ID, struct.pack("=III", number, 0, 0))[0]
 
 
 def link_info(fd: int) -> LinkInfo:
@@ -275,6 +308,7 @@ def tcx_attach(program: int, ifindex: int, attach_type: int) -> int:
 
     Raises OSError: EINVAL where the kernel has no TCX (before 6.6).
     """
+    _require("tcx")
     return _bpf(_LINK_CREATE, struct.pack("=IIIIIIQ", program, ifindex, attach_type, _BEFORE, 0, 0, 0))[0]
 
 
@@ -292,7 +326,8 @@ _PROGRAMS_MAX: Final = 64  # BPF_MPROG_MAX
 
 
 def tcx_programs(ifindex: int, attach_type: int) -> tuple[int, ...]:
-    """Program ids of the hook, in the order in which they run."""
+    """Program ids of the hook, in the order in which they run. Raises OSError: EINVAL where the kernel has no TCX."""
+    _require("tcx")
     ids = ctypes.create_string_buffer(_PROGRAMS_MAX * 4)
     fields = struct.pack("=IIIIQIIQQQQ", ifindex, attach_type, 0, 0, address_of(ids), _PROGRAMS_MAX, 0, 0, 0, 0, 0)
     _, out = _bpf(_PROG_QUERY, fields)

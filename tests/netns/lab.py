@@ -163,6 +163,7 @@ class Lab:
         *command: str | Path,
         stdout: IO[str] | int | None = subprocess.PIPE,
         stderr: IO[str] | int | None = subprocess.STDOUT,
+        stdin: int = subprocess.DEVNULL,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
         """Start a command in a namespace. It ends with the lab, its children too, and also when this process is killed.
@@ -171,7 +172,7 @@ class Lab:
         """
         process = subprocess.Popen(
             [*_inside(namespace), "setpriv", "--pdeathsig", "KILL", "--", *map(str, command)],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             text=True,
@@ -391,7 +392,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
             break
-    for stream in (process.stdout, process.stderr):
+    for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import yaml
 from agent.control import ControlError
 from agent.control.client import Control
 from agent.core.types import Address, Prefix
+from agent.holder import close_all, path_beside, receive, send
 from tests.netns.lab import NAME_SERVERS, Lab
 
 # The first start on a machine compiles the datapath; a busy one takes its time.
@@ -62,7 +65,7 @@ class RunningAgent:
                 for number, client in enumerate(lab.clients, 1)
             ],
             "policies": [str(self.policy_file)],
-            "dns": {"upstreams": [NAME_SERVERS[0]]},
+            "dns": {"upstreams": [NAME_SERVERS[0]], "history-file": str(directory / "history")},
             "control": {"socket": str(self._control.path)},
             "datapath": {"pin-directory": str(self.pins)},
             "testing": {"enabled": True, "trace": str(self.trace)},
@@ -80,25 +83,37 @@ class RunningAgent:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.end(signal.SIGTERM)
-        if error is not None and hasattr(error, "add_note"):
-            error.add_note(f"the agent's log:\n{self.log.read_text()[-1500:]}")
+        try:
+            self.end(signal.SIGTERM)
+            if error is not None and hasattr(error, "add_note"):
+                error.add_note(f"the agent's log:\n{self.log.read_text()[-1500:]}")
+        finally:
+            self.cleanup()
+
+    def cleanup(self) -> None:
+        """By the command, which also ends the holder."""
         self.lab.run(self.lab.host, sys.executable, "-m", "agent", "cleanup", "-c", self.configuration)
 
     def start(self) -> None:
         """Start it and wait until it enforces (or for another state, if that is what the test is about)."""
+        self.begin()
+        self.await_status(lambda status: status["state"] == self._wait_for)
+
+    def begin(self) -> None:
+        """Start it and wait for nothing."""
         with self.log.open("a") as log:
             self._process = self.lab.start(
                 self.lab.host, sys.executable, "-m", "agent", "agent", "-c", self.configuration, "--debug", stdout=log
             )
-        self.await_status(lambda status: status["state"] == self._wait_for)
 
-    def end(self, how: signal.Signals) -> int | None:
-        """Send a signal and wait for the end; gives back the exit code."""
+    def end(self, how: signal.Signals, *, is_group: bool = False) -> int | None:
+        """Send a signal, to its whole process group too, and wait for the end; gives back the exit code."""
         process, self._process = self._process, None
         if process is None:
             return None
         with contextlib.suppress(ProcessLookupError):
+            if is_group:
+                os.killpg(process.pid, how)
             process.send_signal(how)
         try:
             return process.wait(timeout=20)
@@ -106,6 +121,16 @@ class RunningAgent:
             process.kill()
             process.wait(timeout=20)
             raise AgentFailed(f"it did not end by {how.name}:\n{self.log.read_text()}") from None
+
+    def holder(self) -> int:
+        """The process id of the holder; OSError when there is none."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(5)
+            connection.connect(str(path_beside(self._control.path)))
+            send(connection, {"command": "take"})
+            answer, kept = receive(connection)
+        close_all(kept)
+        return int(str(answer["pid"]))
 
     # --- asking ----------------------------------------------------------------------------------------------------------
 

@@ -191,6 +191,7 @@ def test_a_full_map_is_servfail_until_there_is_room(lab: Lab, tmp_path: Path) ->
     # Both tries have as many rows; the one for IPv4 is to be full after one learned address, so its static rows are made up to
     # those of IPv6 by networks that the policy names.
     static = {version: len(_addresses(lab, version)) + len(lab.clients) for version in (4, 6)}
+    static[4] += 1  # the interception device's
     networks = "".join(f"203.0.113.{host}/32:9/udp\n" for host in range(100, 100 + static[6] - static[4]))
     rows = {"ipcache-rows": max(static.values()) + 1}
     with RunningAgent(lab, POLICY + networks, tmp_path / "agent", dns=dns, datapath=rows) as agent:

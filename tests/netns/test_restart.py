@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_what_was_learned_stays_open_across_a_restart(lab: Lab, agent: RunningAg
     agent.end(how)
     assert connect(lab, "198.51.100.10") == "connected"
     assert connect(lab, "198.51.100.30") == "connection refused"
-    assert ask(lab, "n30.a.test", "A", "+time=1").status == "no answer"
+    assert ask(lab, "n30.a.test").status == "SERVFAIL"
     rows_before = agent.trace.read_text()
     agent.start()
     assert learned(agent) == before
@@ -136,6 +137,26 @@ def test_a_policy_changed_while_the_agent_was_gone_holds_from_the_start(lab: Lab
     assert ask(lab, "n31.a.test").status == "NOERROR"
     assert connect(lab, "198.51.100.31") == "connected"
     agent.await_status(lambda status: status["rows_pending"] == 0)
+
+
+def test_what_was_seen_before_a_reboot_explains_a_drop_after_it(lab: Lab, agent: RunningAgent) -> None:
+    """No journal, no pins, no run directory: the name is learned anew, and until then it is known whose the address was.
+
+    Killed then, and started like that again: what was saved is still there.
+    """
+    assert ask(lab, "n14.a.test").status == "NOERROR"
+    agent.end(signal.SIGTERM)
+    for _ in range(2):
+        agent.cleanup()
+        shutil.rmtree(agent.directory / "run")
+        agent.start()
+        assert agent.ask("names") == []
+        assert connect(lab, "198.51.100.14") == "connection refused"
+        assert connect(lab, "198.51.100.15") == "connection refused"
+        said = {row["destination"]: (row["names"], row["why"]) for row in agent.ask("drops")}
+        assert said["198.51.100.14"] == (["n14.a.test."], "expired: n14.a.test.")
+        assert said["198.51.100.15"] == ([], "not resolved through the proxy")
+        agent.end(signal.SIGKILL)
 
 
 def test_lifetimes_go_on_while_the_agent_is_gone(lab: Lab, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_case_121_a_policy_larger_than_the_map(tmp_path: Path) -> None:
     scene = Scene("203.0.113.0/24", Settings(upstreams=(UPSTREAM,), policy_rows_per_set_max=100))
     rows = {table: dict(of_table) for table, of_table in scene.world.kernel.rows.items()}
     scene.world.apply(*policies_of("\n".join(networks[:200])), ticket=1)
+    scene.world.advance(0.0)
     error = scene.world.settled[1]
     assert error is not None
     assert "100" in error

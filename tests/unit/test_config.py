@@ -14,6 +14,7 @@ from agent.config import (
     Config,
     ConfigError,
     DatapathSettings,
+    Denied,
     DeniedAnswer,
     DnsSettings,
     EndpointSettings,
@@ -37,12 +38,15 @@ SMALLEST = "endpoints: [{interface: veth0}]\npolicies: [policy.yaml]\n"
 
 FULL = """
 endpoints:
-  - interface: eth0
-    labels: {app: build, example.org/tier: "1"}
-    addresses: [192.0.2.1, "2001:db8::1", "::ffff:192.0.2.1"]
+  - interface: "veth-ci-*"
     orientation: uplink
+  - interface: veth0
+    labels: {app: build, example.org/tier: "1"}
+    addresses: [192.0.2.1, "2001:db8::1", "::ffff:192.0.2.1", 198.51.100.8/30]
     audit: true
     learn: per-endpoint
+    dhcp: true
+    denied: drop
 policies: ["*.yaml"]
 dns:
   upstreams: [192.0.2.9, "192.0.2.10:5353", "[2001:db8::9]:53", "2001:db8::10"]
@@ -51,12 +55,13 @@ dns:
   denied-answer: refused
   keep-while-flow-seen: 90s
   keep-past-lifetime: 1d
+  history-file: history
 gate: {deadline: 250ms, on-failure: release}
 control: {socket: control.sock}
 datapath:
   pin-directory: /sys/fs/bpf/other
   device: ng1
-  mark: 0x10
+  mark: 0x20
   mark-mask: 0x30
   routing-table: 77
   rule-priority: 10
@@ -79,6 +84,7 @@ def read(here: Path, text: str) -> Config:
 
 
 FIRST = "endpoints[0].interface"
+ADDRESSES = "namegate.yaml:1: endpoints[0].addresses"
 
 
 def mistakes(here: Path, text: str) -> list[str]:
@@ -103,10 +109,13 @@ def test_the_smallest_file_has_every_default(here: Path) -> None:
 def test_every_key_is_read(here: Path) -> None:
     """Each value differs from its default, and arrives ready for use."""
     config = read(here, FULL)
-    [endpoint] = config.endpoints
+    [pattern, endpoint] = config.endpoints
+    assert pattern == EndpointSettings("veth-ci-*", orientation=Orientation.UPLINK, line=3)
+    assert endpoint.interface == "veth0"
     assert endpoint.labels == {"app": "build", "example.org/tier": "1"}
-    assert endpoint.addresses == (packed("192.0.2.1"), packed("2001:db8::1"))
-    assert (endpoint.orientation, endpoint.audit, endpoint.learn) == (Orientation.UPLINK, True, Learn.PER_ENDPOINT)
+    assert endpoint.addresses == tuple(map(packed, ("192.0.2.1", "2001:db8::1", "198.51.100.9", "198.51.100.10")))
+    assert (endpoint.orientation, endpoint.audit, endpoint.learn) == (Orientation.BEHIND, True, Learn.PER_ENDPOINT)
+    assert (endpoint.dhcp, endpoint.denied) == (True, Denied.DROP)
     assert config.dns.upstreams == (
         Upstream(packed("192.0.2.9")),
         Upstream(packed("192.0.2.10"), 5353),
@@ -116,11 +125,18 @@ def test_every_key_is_read(here: Path) -> None:
     dns = config.dns
     assert (dns.ttl_floor, dns.ttl_cap, dns.denied_answer) == (30.0, 7200.0, DeniedAnswer.REFUSED)
     assert (dns.keep_while_flow_seen, dns.keep_past_lifetime) == (90.0, 86_400.0)
+    assert dns.history_file == here / "history"
     assert config.gate == GateSettings(0.25, OnFailure.RELEASE)
     assert config.control.socket == here / "control.sock"
-    assert config.datapath == DatapathSettings(Path("/sys/fs/bpf/other"), "ng1", 0x10, 0x30, 77, 10, ipcache_rows=64)
+    assert config.datapath == DatapathSettings(Path("/sys/fs/bpf/other"), "ng1", 0x20, 0x30, 77, 10, ipcache_rows=64)
     assert config.limits == Limits(identities=100, open_questions_per_endpoint=8)
     assert config.testing == TestingSettings(True, frozenset({KnownBad.RELEASE_FIRST}), here / "trace.json")
+
+
+@pytest.mark.parametrize("text", ["none", '""'])
+def test_no_history_file(here: Path, text: str) -> None:
+    """The word, or empty text: the history is in memory alone."""
+    assert read(here, f"{SMALLEST}\ndns: {{history-file: {text}}}\n").dns.history_file is None
 
 
 def test_all_mistakes_are_told_at_once(here: Path) -> None:
@@ -173,12 +189,38 @@ gates: {}
         (SMALLEST + "limits: {open-questions: 8, open-questions-per-endpoint: 9}\n",
          "namegate.yaml:3: limits.open-questions-per-endpoint: is more than there are for all endpoints together, 8"),
         (SMALLEST + "dns: {ttl-floor: 2h, ttl-cap: 1h}\n", "namegate.yaml:3: dns.ttl-floor: ttl-floor is above ttl-cap"),
+        (SMALLEST + "datapath: {mark: 0x10, mark-mask: 0x30}\n",
+         "namegate.yaml:3: datapath.mark: mark 0x10 is the lowest bit of mark-mask 0x30 alone: take another, or a higher one "
+         "with it"),
+        (SMALLEST + "datapath: {mark: auto, mark-mask: 0x30}\n",
+         "namegate.yaml:3: datapath.mark-mask: says of which bits `mark` is; without a mark the agent chooses both"),
+        (SMALLEST + "testing: {enabled: true, without: [xdp]}\n",
+         "namegate.yaml:3: testing.without[0]: `xdp` is not one of tcx, batch"),
         (SMALLEST + "dns: {upstreams: ask}\n",
          "namegate.yaml:3: dns.upstreams: must be a list of addresses, or the word `asked`"),
         (SMALLEST + "testing: {known-bad: [release-first]}\n",
          "namegate.yaml:3: testing.known-bad: makes the agent worse on purpose: only with `enabled: true`, in a test"),
-        ("endpoints: [{interface: 'veth*'}]\npolicies: []\n",
-         "namegate.yaml:1: endpoints[0].interface: `veth*` is a pattern: name each interface"),
+        (SMALLEST + "datapath: {device: 'ng*'}\n", "namegate.yaml:3: datapath.device: `ng*` is a pattern: name one interface"),
+        ("endpoints: [{interface: 'veth*'}, {interface: 'veth*'}]\npolicies: []\n",
+         "namegate.yaml:1: endpoints[1].interface: `veth*` is an endpoint already, in line 1"),
+        ("endpoints: [{interface: 'veth[ab'}]\npolicies: []\n",
+         f"namegate.yaml:1: {FIRST}: `veth[ab` has a `[` without its `]`: write the set whole, `veth[0-9]*`"),
+        ("endpoints: [{interface: 'veth *'}]\npolicies: []\n",
+         f"namegate.yaml:1: {FIRST}: `veth *` matches no interface's name: at most 64 bytes, no blank, `/` or `:`"),
+        ("endpoints: [{interface: 'veth*', addresses: [192.0.2.1]}]\npolicies: []\n",
+         f"{ADDRESSES}: are one interface's, not a pattern's: name it in an entry of its own"),
+        ("endpoints: [{interface: lo}]\npolicies: []\n",
+         f"namegate.yaml:1: {FIRST}: `lo` is no endpoint: what a host says to itself is not policed"),
+        ("endpoints: [{interface: ng1}]\npolicies: []\ndatapath: {device: ng1}\n",
+         f"namegate.yaml:1: {FIRST}: `ng1` is the agent's own device (`datapath.device`)"),
+        ("endpoints: [{interface: br0, addresses: [10.0.0.0/16]}]\npolicies: []\n",
+         f"{ADDRESSES}[0]: `10.0.0.0/16` is more than 256 addresses: name those in use, or leave `addresses` out"),
+        ("endpoints: [{interface: eth0, orientation: uplink, addresses: [192.0.2.1]}]\npolicies: []\n",
+         f"{ADDRESSES}: an uplink has the host's: leave the key out"),
+        ("endpoints: [{interface: eth0, orientation: uplink, dhcp: false}]\npolicies: []\n",
+         "namegate.yaml:1: endpoints[0].dhcp: an uplink may always ask, or the host would lose its address: leave the key out"),
+        ("endpoints: [{interface: veth0, denied: reject}]\npolicies: []\n",
+         "namegate.yaml:1: endpoints[0].denied: `reject` is not one of answer, drop"),
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_sentence(here: Path, text: str, sentence: str) -> None:
@@ -210,6 +252,14 @@ def test_a_resolver_on_the_host_is_refused_with_an_uplink(here: Path) -> None:
     [sentence] = mistakes(here, "endpoints: [{interface: eth0, orientation: uplink}]\npolicies: []\n")
     assert "127.0.0.53 is on this host, and `eth0` is an uplink" in sentence
     assert "/run/systemd/resolve/resolv.conf" in sentence
+
+
+def test_a_pattern_that_takes_every_interface_is_warned_about(here: Path) -> None:
+    """Also those that lead out of the host: it may be meant."""
+    config = read(here, "endpoints: [{interface: '*'}]\npolicies: []\n")
+    assert [str(warning).split(": ", 2)[-1] for warning in config.warnings] == [
+        "`*` matches every interface, those that lead out of this host too"
+    ]
 
 
 def test_asking_the_server_asked_is_warned_about(here: Path) -> None:
@@ -285,8 +335,8 @@ def test_every_setting_is_documented(settings: type[Limits]) -> None:
 
 
 def test_the_datapath_takes_its_settings_by_the_same_names() -> None:
-    """And has the same defaults: the command line hands them over as they are."""
-    theirs = {each.name: each.default for each in fields(datapath.Settings)}
+    """And has the same defaults: the command line hands them over as they are. But for the mark, which the start chooses."""
+    theirs = {each.name: each.default for each in fields(datapath.Settings)} | {"mark": 0}
     assert {each.name: theirs.get(each.name) for each in fields(DatapathSettings)} == {
         each.name: each.default for each in fields(DatapathSettings)
     }

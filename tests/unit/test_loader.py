@@ -14,7 +14,10 @@ from agent.datapath import loader
 from agent.datapath.errors import DatapathError
 
 _DOCUMENT = json.dumps(
-    {"maps": {"flows": [9, 44, 40, 16, 0]}, "programs": {"gate": {"instructions": "AAAA", "maps": [[0, "flows"]]}}}
+    {
+        "maps": {"flows": [9, 44, 40, 16, 0]},
+        "programs": {"gate": {"instructions": "AAAA", "maps": [[0, "flows"]], "digest": "0a"}},
+    }
 )
 
 
@@ -45,7 +48,7 @@ def test_cached(tmp_path: Path, no_child: list[object]) -> None:
     _cached(tmp_path, {"FLOWS_MAX": 16})
     code = loader.bytecode({"FLOWS_MAX": 16}, tmp_path)
     assert code.shapes_by_map["flows"] == (9, 44, 40, 16, 0)
-    assert code.code_by_program["gate"] == (b"\0\0\0", ((0, "flows"),))
+    assert code.code_by_program["gate"] == (b"\0\0\0", ((0, "flows"),), "0a")
     assert not no_child
 
 
