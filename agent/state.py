@@ -42,11 +42,15 @@ def read_journal(path: Path, maps: int | None) -> tuple[Record, ...] | None:
 
     maps: the kernel's id of the policy map that would be taken over, None if there is none. Raises StateError.
     """
-    text = _read(path)
-    if text is None:
+    text = read_text(path)
+    header = header_of(path, text, "journal", VERSION) if text is not None else None
+    if text is None or header is None or maps is None:
         return None
-    header = _header(path, text)
-    return tuple(_records(path, text)) if maps is not None and header == _Header(_boot(), maps) else None
+    try:
+        is_ours = _Header(str(header["boot"]), int(header["maps"])) == _Header(_boot(), maps)
+    except (ValueError, TypeError, KeyError):
+        raise _foreign(path, "journal") from None
+    return tuple(_records(path, text)) if is_ours else None
 
 
 def _boot() -> str:
@@ -66,7 +70,7 @@ class Journal:
         self._compacting: Iterator[None] | None = None
         self._fds: list[int] = []
         try:
-            self._begin(_new_file(path), records)
+            self._begin(new_file(path), records)
             self._replace()
         except OSError as error:
             raise StateError(f"{path} cannot be written: {error.strerror}") from None
@@ -76,7 +80,7 @@ class Journal:
         lines = [_line(record) for record in records]
         octets = "".join(lines).encode()
         for fd in self._fds:
-            _write_all(fd, octets)
+            write_all(fd, octets)
         self.lines += len(lines)
 
     def compact(self, live: Iterable[Record]) -> None:
@@ -104,7 +108,7 @@ class Journal:
         while len(self._fds) > 1:
             os.close(self._fds.pop())
         with contextlib.suppress(OSError):
-            _new_file(self.path).unlink()
+            new_file(self.path).unlink()
 
     def abandon(self) -> None:
         """It lacks what could not be written: away with it."""
@@ -116,7 +120,7 @@ class Journal:
         while self._fds:
             os.close(self._fds.pop())
         with contextlib.suppress(FileNotFoundError):
-            _new_file(self.path).unlink()
+            new_file(self.path).unlink()
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -125,35 +129,37 @@ class Journal:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._fds.append(fd)
         header = {"journal": "namegate", "version": VERSION, "boot": self._header.boot, "maps": self._header.maps}
-        _write_all(fd, (json.dumps(header) + "\n").encode())
-        _write_all(fd, "".join(map(_line, records)).encode())
+        write_all(fd, (json.dumps(header) + "\n").encode())
+        write_all(fd, "".join(map(_line, records)).encode())
 
     def _replace(self) -> None:
         """The new file is complete: it is the journal now."""
-        _new_file(self.path).rename(self.path)
+        new_file(self.path).rename(self.path)
         for fd in self._fds[:-1]:
             os.close(fd)
         del self._fds[:-1]
         self.lines = 0
 
     def _compact(self, live: Iterator[Record]) -> Iterator[None]:
-        self._begin(_new_file(self.path), ())
+        self._begin(new_file(self.path), ())
         slice_of_lines: list[str] = []
         for record in live:
             slice_of_lines.append(_line(record))
             if len(slice_of_lines) == SLICE_RECORDS:
-                _write_all(self._fds[-1], "".join(slice_of_lines).encode())
+                write_all(self._fds[-1], "".join(slice_of_lines).encode())
                 slice_of_lines.clear()
                 yield
-        _write_all(self._fds[-1], "".join(slice_of_lines).encode())
+        write_all(self._fds[-1], "".join(slice_of_lines).encode())
         self._replace()
 
 
-def _new_file(path: Path) -> Path:
+def new_file(path: Path) -> Path:
+    """Where the next file is written until it takes this one's place."""
     return path.with_name(path.name + ".new")
 
 
-def _read(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """None where there is no such file. Raises StateError."""
     try:
         octets = path.read_bytes()
     except FileNotFoundError:
@@ -163,22 +169,30 @@ def _read(path: Path) -> str | None:
     return octets.decode("utf-8", errors="replace")
 
 
-def _header(path: Path, text: str) -> _Header | None:
-    """None for a header that was torn, which is one line of ours cut short; StateError for what we did not write."""
+def header_of(path: Path, text: str, kind: str, version: int) -> dict[str, Any] | None:
+    """The first line of a file of this kind, of this version or an older one.
+
+    None for a header that was torn, which is one line of ours cut short; StateError for what we did not write.
+    """
     line, newline, _ = text.partition("\n")
     if not newline:
-        if '{"journal": "namegate"'.startswith(line[:22]):
+        start = f'{{"{kind}": "namegate"'
+        if start.startswith(line[: len(start)]):
             return None
-        raise StateError(f"{path} is not a journal of namegate: move it away")
+        raise _foreign(path, kind)
     try:
-        header = json.loads(line)
-        if header["journal"] != "namegate":
+        header: dict[str, Any] = json.loads(line)
+        if header[kind] != "namegate":
             raise ValueError
-        if header["version"] > VERSION:
+        if header["version"] > version:
             raise StateError(f"{path} was written by a newer namegate: run that one, or move the file away")
-        return _Header(str(header["boot"]), int(header["maps"]))
     except (ValueError, TypeError, KeyError):
-        raise StateError(f"{path} is not a journal of namegate: move it away") from None
+        raise _foreign(path, kind) from None
+    return header
+
+
+def _foreign(path: Path, kind: str) -> StateError:
+    return StateError(f"{path} is not a {kind} of namegate: move it away")
 
 
 def _records(path: Path, text: str) -> Iterator[Record]:
@@ -214,10 +228,10 @@ def _record(line: list[Any]) -> Record:
     kind, *values = line
     if kind == "pair":
         scope, name, address, lives_until, kept_until = values
-        return PairRecord(int(scope), str(name), _address(address), float(lives_until), float(kept_until))
+        return PairRecord(int(scope), str(name), address_of(address), float(lives_until), float(kept_until))
     if kind == "gone":
         scope, name, address = values
-        return PairGone(int(scope), str(name), _address(address))
+        return PairGone(int(scope), str(name), address_of(address))
     if kind == "identity":
         return IdentityRecord(int(values[0]), tuple(map(str, values[1:])))
     if kind == "released":
@@ -232,14 +246,15 @@ def _record(line: list[Any]) -> Record:
     raise ValueError(kind)
 
 
-def _address(text: str) -> bytes:
+def address_of(text: str) -> bytes:
+    """Raises ValueError."""
     address = bytes.fromhex(text)
     if len(address) not in (4, 16):
         raise ValueError(text)
     return address
 
 
-def _write_all(fd: int, octets: bytes) -> None:
+def write_all(fd: int, octets: bytes) -> None:
     """A short write is a file system that is getting full: the rest is tried, and then says why."""
     while octets:
         octets = octets[os.write(fd, octets) :]

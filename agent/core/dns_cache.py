@@ -1,29 +1,27 @@
 """DNS cache: name <-> address with expiry, in each scope; the only source of (name, address).
 
 A lifetime is max(TTL, floor), capped, for each (name, address); any answer extends it, none shortens it, and different
-answers add up (DECISIONS 14). Its end is inclusive. Ends are found by a heap, not by looking at everything: an entry whose
+answers add up (DECISIONS 14). Its end is inclusive. Ends are found in their order, not by looking at everything: a pair whose
 end moved is put back when its old end comes up.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
+
+from sortedcontainers import SortedList
 
 from agent.core.multimap import MultiMap
 from agent.core.records import PairRecord
 from agent.core.types import Address
-
-# Entries of the heap that mean nothing any more are let be up to as many as there are pairs, and a few.
-HEAP_SLACK = 64
-
 
 # A name that is asked all the time costs the journal one line a second, not one for each answer.
 SAVED_WITHIN_S = 1.0
 
 
 EVERY_LOOK = 1 << 62
+GIVEN_OUT = float("inf")  # `looked_at` of a pair that is due, until it is kept or removed
 
 
 class Pair(NamedTuple):
@@ -55,7 +53,8 @@ class DnsCache:
         self.pairs_by_address: MultiMap[Address, Pair] = MultiMap()
         self.scopes_by_name: MultiMap[str, int] = MultiMap()
         self.addresses_by_scope: dict[int, MultiMap[str, Address]] = {}  # scope -> name -> addresses
-        self._ends: list[tuple[float, Pair]] = []
+        # Each pair once, at `looked_at`, but those that `due` gave out. No heap: to rid it of what went is to look at all.
+        self._ends: SortedList[tuple[float, Pair]] = SortedList()
 
     def update(self, pair: Pair, ttl: int, now: float) -> bool:
         """Take in one record of an answer; says whether the pair is new. ttl in seconds, as it came."""
@@ -67,28 +66,27 @@ class DnsCache:
                 lives_until=lives_until, kept_until=max(lives_until, before.kept_until), answered_at=now
             )
             return False
-        self.lifetimes[pair] = Lifetime(ends, ends, ends, 0.0, now)
+        self._put(pair, Lifetime(ends, ends, ends, 0.0, now))
+        self._ends.add((ends, pair))
+        return True
+
+    def _put(self, pair: Pair, lifetime: Lifetime) -> None:
+        self.lifetimes[pair] = lifetime
         self.pairs_by_address.add(pair.address, pair)
         self.scopes_by_name.add(pair.name, pair.scope)
         names = self.addresses_by_scope.get(pair.scope)
         if names is None:
             names = self.addresses_by_scope[pair.scope] = MultiMap()
         names.add(pair.name, pair.address)
-        self._look_again(pair, ends)
-        return True
 
-    def _look_again(self, pair: Pair, at: float) -> None:
-        heapq.heappush(self._ends, (at, pair))
-        if len(self._ends) > 2 * len(self.lifetimes) + HEAP_SLACK:
-            # Most are entries of pairs that went before their end: they would stay till then, however many they get.
-            looks = ((lifetime.looked_at, pair) for pair, lifetime in self.lifetimes.items())
-            self._ends = [look for look in looks if look[0] < float("inf")]
-            heapq.heapify(self._ends)
-
-    def restore(self, pair: Pair, lives_until: float, kept_until: float) -> None:
-        """Of the process before: as it was."""
-        self.update(pair, 0, kept_until - self.ttl_floor_s)
-        self.lifetimes[pair] = Lifetime(lives_until, kept_until, kept_until, kept_until, 0.0)
+    def restore(self, records: Iterable[PairRecord]) -> None:
+        """Pairs of the process before, each once: as they were."""
+        ends: list[tuple[float, Pair]] = []
+        for scope, name, address, lives_until, kept_until in records:
+            pair = Pair(scope, name, address)
+            self._put(pair, Lifetime(lives_until, kept_until, kept_until, kept_until, 0.0))
+            ends.append((kept_until, pair))
+        self._ends.update(ends)
 
     def unsaved(self, pair: Pair) -> PairRecord | None:
         """What the journal has to learn of the pair. Ends that moved by less than a second may wait for the next time."""
@@ -117,28 +115,34 @@ class DnsCache:
         for _ in range(looks_max):
             if not self._ends or self._ends[0][0] >= now:
                 break
-            at, pair = heapq.heappop(self._ends)
-            lifetime = self.lifetimes.get(pair)
-            if lifetime is None or lifetime.looked_at != at:
-                continue
+            _, pair = self._ends.pop(0)
+            lifetime = self.lifetimes[pair]
             is_due = lifetime.kept_until < now
-            looked_at = float("inf") if is_due else lifetime.kept_until
+            looked_at = GIVEN_OUT if is_due else lifetime.kept_until
             self.lifetimes[pair] = lifetime._replace(looked_at=looked_at)
             if is_due:
                 due.append(pair)
             else:
-                self._look_again(pair, looked_at)
+                self._ends.add((looked_at, pair))
         return due
 
     def keep(self, pair: Pair, until: float) -> None:
         """A flow uses the address: look again at this time."""
-        self.lifetimes[pair] = self.lifetimes[pair]._replace(kept_until=until, looked_at=until)
-        self._look_again(pair, until)
+        lifetime = self.lifetimes[pair]
+        self._strike(pair, lifetime)
+        self.lifetimes[pair] = lifetime._replace(kept_until=until, looked_at=until)
+        self._ends.add((until, pair))
+
+    def _strike(self, pair: Pair, lifetime: Lifetime) -> None:
+        if lifetime.looked_at < GIVEN_OUT:
+            self._ends.remove((lifetime.looked_at, pair))
 
     def remove(self, pair: Pair) -> bool:
         """Forget the pair; says whether it was there."""
-        if self.lifetimes.pop(pair, None) is None:
+        lifetime = self.lifetimes.pop(pair, None)
+        if lifetime is None:
             return False
+        self._strike(pair, lifetime)
         self.pairs_by_address.discard(pair.address, pair)
         names = self.addresses_by_scope[pair.scope]
         names.discard(pair.name, pair.address)

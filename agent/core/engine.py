@@ -122,6 +122,7 @@ class Engine:
         # Questions are judged by groups, replies teach names and wait for rows.
         self.proxy = Proxy(settings, self.groups, self.names, self.ipcache, self.reconciler, self._effects, known_bad)
         self.names.change_guard(AddressGuard((), settings.allow_addresses), ())
+        self._saved_numbers = self._numbers()
         self.missing_sources = set(SOURCES)
         self._host_addresses: frozenset[Address] = frozenset()
         self._start_by = now + settings.start_patience_s
@@ -169,6 +170,10 @@ class Engine:
             assert isinstance(event, SourceReported), f"an event nobody knows: {event!r}"
             self._source_reported(event.source, now)
         self._settle(now)
+        numbers = self._numbers()
+        if numbers[1:] != self._saved_numbers[1:]:  # identities have records of their own
+            self._records.append(numbers)
+            self._saved_numbers = numbers
         self._records += self.names.records
         self.names.records.clear()
         if self._records:
@@ -243,8 +248,7 @@ class Engine:
         for identity, labels in labels_by_identity.items():
             self.identities.restore(identity, labels)
             self.sets.add_identity(identity, labels)
-        for record in pairs.values():
-            self.names.restore(record)
+        self.names.restore(pairs.values())
         self.ipcache.row_follows = self.inherited.follow
         self.inherited.adopt(event.rows.get(Table.POLICY, {}))
         self.ipcache.adopt(event.rows.get(Table.IPCACHE, {}))
@@ -265,11 +269,7 @@ class Engine:
             if over:
                 self.proxy.barriers_over(over, now)
             if self.proxy.is_started:
-                numbers = self._numbers()
-                outcome = self.groups.step(now)
-                if self._numbers() != numbers:
-                    self._records.append(self._numbers())
-                self._take_outcome(outcome, now)
+                self._take_outcome(self.groups.step(now), now)
             self.reconciler.settle()
             if not self.reconciler.barriers.over and not (self.proxy.is_started and self.groups.can_step):
                 break

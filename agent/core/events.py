@@ -60,7 +60,12 @@ class RowsWritten(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndpointAdded:
-    """An interface whose traffic is to be policed. `endpoint` is a small number that the shell gives once and never again."""
+    """An interface whose traffic is to be policed. `endpoint` is a small number that the shell gives once and never again.
+
+    Said again of one that is known: all of it but index and orientation, which never change, is so from now on.
+    addresses: what is known as this endpoint, and as no other. also_from: what it may send from as well: an uplink sends from
+    the addresses of the host's other interfaces too, and so does every other uplink.
+    """
 
     endpoint: int
     interface: str
@@ -70,6 +75,9 @@ class EndpointAdded:
     orientation: Orientation = Orientation.BEHIND
     audit: bool = False
     isolated: bool = False  # learn: per-endpoint
+    dhcp: bool = False  # may ask for an address
+    silent: bool = False  # denied: drop
+    also_from: tuple[Address, ...] = ()
 
 
 class EndpointRemoved(NamedTuple):

@@ -1,11 +1,14 @@
 """Groups and the flip: how policies change without a moment that neither the old nor the new one allows.
 
-    begin    compile; register new selectors and prefixes; new sets' rows for every identity; new groups' rows
-    go on    names known already get the new selectors' labels, a slice at a time
+    prepare  compile; register new selectors and prefixes; new sets' rows for every identity; new groups' rows; what is known
+             already gets the labels of new selectors and prefixes
              wait: all of that is realized, and every ipcache row that changed by it
     flip     one row of `groups` for each group whose set changes, one of `endpoints` for each endpoint that moves
              wait: realized; from here the questions are judged by the new policies too
     later    a second after, when no program run can still hold an old set's number: old sets, selectors and prefixes go
+
+What comes before the flip and after it is done a slice at a time, between other people's questions (`go_on`). Endpoints and
+names may come and go between two slices: who came since a change began is in the next one.
 
 Only the flip changes a verdict: before it no set in force names the new labels, after it none names the old ones. In-place
 edits are not safe in any order of tables (docs/ARCHITECTURE.md, I5 and I6).
@@ -13,8 +16,9 @@ edits are not safe in any order of tables (docs/ARCHITECTURE.md, I5 and I6).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from agent.core.barrier import Barrier
 from agent.core.events import EndpointAdded
@@ -76,11 +80,11 @@ class _Plan:
     groups: dict[int, Group] = field(default_factory=dict)  # endpoint -> its group after the flip, with its set after the flip
     scopes: dict[int, int] = field(default_factory=dict)
     new_sets: list[int] = field(default_factory=list)
-    prefixes_of: list[CompiledPolicy] = field(default_factory=list)  # with new_sets and fqdns: what to take back if it fails
+    prefixes: list[Prefix] = field(default_factory=list)  # with new_sets and fqdns: what to take back if it fails
     fqdns: list[Fqdn] = field(default_factory=list)
+    preparing: deque[Iterator[int]] = field(default_factory=deque)  # what is left of it, as in `Groups`
     barrier: Barrier = field(default_factory=lambda: Barrier(must_be_present=False))
-    no_room: str | None = None  # what the names known already lacked
-    has_copied: bool = False
+    no_room: str | None = None
     is_flipping: bool = False
 
 
@@ -126,6 +130,11 @@ class Groups:
         self._is_stale = False  # the endpoints changed since the last plan began
         self._try_again_at: float | None = None
         self._retiring: list[tuple[float, int | None, int | None, int | None]] = []  # at, set, group, scope
+        # Work that is left, step by step with what each costs in rows. What ends gives room that the next plan may need; what
+        # leaves is seen by nobody, and may be a great deal.
+        self._ending: deque[Iterator[int]] = deque()
+        self._leaving: deque[Iterator[int]] = deque()
+        self._is_inheriting = False
 
     # --- what can be asked for ---------------------------------------------------------------------------------------
 
@@ -135,21 +144,29 @@ class Groups:
         self._tickets.append(ticket)
 
     def add_endpoint(self, added: EndpointAdded) -> str | None:
-        """A new endpoint; gives back a sentence if it cannot be."""
+        """A new endpoint, or what is new about a known one; gives back a sentence if it cannot be."""
         for address in added.addresses:
-            owner = self.endpoint_by_address.get(address)
-            if owner is not None:
+            owner = self.endpoint_by_address.get(address, added.endpoint)
+            if owner != added.endpoint:
                 return (
                     f"address {Prefix.of(address)} of {added.interface} is endpoint {self.endpoints[owner].added.interface}'s"
                 )
-        self.endpoints[added.endpoint] = Endpoint(added, self._inherited_scope(added) or self._scope(added, None))
+        known = self.endpoints.get(added.endpoint)
+        if known is None:
+            self.endpoints[added.endpoint] = Endpoint(added, self._inherited_scope(added) or self._scope(added, None))
+            self._is_stale = True
+        else:
+            before, known.added = known.added, added
+            self._take_addresses_back(before, added.addresses, added.also_from)
+            alike = replace(before, interface=added.interface, addresses=added.addresses, also_from=added.also_from)
+            self._is_stale |= alike != added
         labels = endpoint_label_set(added.labels)
         for address in added.addresses:
             key = IpcacheKey(SCOPE_STATIC, Prefix.of(address))
             self.endpoint_by_address[address] = added.endpoint
             self._ipcache.upsert(key, f"endpoint:{added.endpoint}", labels, beyond_bound=True)
+        for address in (*added.addresses, *added.also_from):
             self._reconciler.own_addresses.want(OwnAddressKey(added.endpoint, address), True)
-        self._is_stale = True
         return None
 
     def remove_endpoint(self, endpoint: int) -> Endpoint | None:
@@ -159,15 +176,32 @@ class Groups:
             return None
         self._reconciler.endpoints.drop(removed.added.ifindex)
         planned = self._plan.scopes.get(endpoint, SCOPE_SHARED) if self._plan is not None else SCOPE_SHARED
-        for address in removed.added.addresses:
-            if self.endpoint_by_address.get(address) == endpoint:
-                del self.endpoint_by_address[address]
-                self._ipcache.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{endpoint}")
-            self._reconciler.own_addresses.drop(OwnAddressKey(endpoint, address))
+        self._take_addresses_back(removed.added, (), ())
         for scope in {removed.scope, planned} - {SCOPE_SHARED}:
-            self._names.forget_scope(scope)
+            self._leaving.append(self._forget(scope))
+        self._work_off(self._leaving)
         self._is_stale = True
         return removed
+
+    def _take_addresses_back(
+        self, before: EndpointAdded, addresses: tuple[Address, ...], also_from: tuple[Address, ...]
+    ) -> None:
+        """All but these, which it keeps."""
+        endpoint, kept, may_send_from = before.endpoint, set(addresses), {*addresses, *also_from}
+        for address in before.addresses:
+            if address not in kept and self.endpoint_by_address.get(address) == endpoint:
+                del self.endpoint_by_address[address]
+                self._ipcache.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{endpoint}")
+        for address in (*before.addresses, *before.also_from):
+            if address not in may_send_from:
+                self._reconciler.own_addresses.drop(OwnAddressKey(endpoint, address))
+
+    def endpoint_at(self, address: Address) -> int | None:
+        """Who sends from this address; an uplink where it is the host's and no endpoint's own."""
+        endpoint = self.endpoint_by_address.get(address)
+        if endpoint is not None:
+            return endpoint
+        return next((number for number, each in self.endpoints.items() if address in each.added.also_from), None)
 
     def scopes_of(self, endpoint: int) -> tuple[int, ...]:
         """Where the endpoint's answers are learned: its scope, and the one it is about to have."""
@@ -180,25 +214,49 @@ class Groups:
     @property
     def can_step(self) -> bool:
         """Is there something to do that waits for nobody?"""
-        if self._plan is None:
-            return self._requested is not None or self._is_stale
         plan = self._plan
-        return plan.no_room is not None or (plan.barrier.is_over and not (self._names.is_coming and plan.barrier.is_met))
+        if plan is None:
+            return (self._requested is not None or self._is_stale) and not self._ending
+        return plan.no_room is not None or plan.barrier.error is not None or (not plan.preparing and plan.barrier.is_met)
 
     @property
     def is_behind(self) -> bool:
         """Is there more for `go_on`?"""
-        return self._names.is_coming or self._names.is_leaving
+        preparing = self._plan.preparing if self._plan is not None else None
+        return bool(preparing or self._ending or self._leaving) or self._names.is_leaving
+
+    @property
+    def is_inheriting(self) -> bool:
+        """Is there anything that only the process before wanted?"""
+        return self.has_inherited or self._is_inheriting
 
     def go_on(self) -> None:
-        """One slice of what selectors that came or went mean for names that are known."""
-        if self._plan is None or not self._names.is_coming:
+        """One slice of the work that is left."""
+        if self._plan is not None and self._plan.preparing:
+            self._prepare_more(self._plan)
+        elif self._ending:
+            self._work_off(self._ending)
+        elif self._names.is_leaving:
             self._names.match_gone()
-            return
+        elif self._leaving:
+            self._work_off(self._leaving)
+
+    def _prepare_more(self, plan: _Plan) -> None:
         try:
-            self._reconciler.barriers.add(self._plan.barrier, self._names.match_coming())
+            self._work_off(plan.preparing)
         except NoRoom as error:
-            self._plan.no_room = str(error)
+            plan.preparing.clear()
+            plan.no_room = str(error)
+
+    def _work_off(self, left: deque[Iterator[int]]) -> None:
+        """One slice of it."""
+        rows_left = self._sets.rows_at_once
+        while left and rows_left > 0:
+            cost = next(left[0], None)
+            if cost is None:
+                left.popleft()
+            else:
+                rows_left -= cost
 
     def step(self, now: float) -> Outcome:
         """Go on as far as the kernel's answers allow."""
@@ -211,24 +269,14 @@ class Groups:
             plan = _Plan(self._requested if self._requested is not None else self.policies, self._tickets)
             self._requested, self._tickets = None, []
             self._is_stale, self._try_again_at = False, None
-            try:
-                self._begin(plan)
-            except NoRoom as error:
-                return self._abort(plan, str(error), now)
             self._plan = plan
+            plan.preparing.append(self._prepare(plan, now))
+            self._prepare_more(plan)
         if not plan.is_flipping:
             error_text = plan.no_room or plan.barrier.error
             if error_text is not None:
                 return self._abort(plan, error_text, now)
-            if self._names.is_coming:
-                return Outcome()
-            if not plan.has_copied:
-                plan.has_copied = True
-                try:
-                    self._copy_scopes(plan, now)
-                except NoRoom as error:
-                    return self._abort(plan, str(error), now)
-            if not plan.barrier.is_met:
+            if plan.preparing or not plan.barrier.is_met:
                 return Outcome()
             self._flip(plan)
         if plan.barrier.error is not None:
@@ -240,119 +288,125 @@ class Groups:
             return outcome
         return self._finish(plan, now) if plan.barrier.is_met else Outcome()
 
-    def _begin(self, plan: _Plan) -> None:
-        revision = self._reconciler.revisions.last
-        labels = [endpoint.added.labels for endpoint in self.endpoints.values()]
+    def _prepare(self, plan: _Plan, now: float) -> Iterator[int]:
+        """Everything the flip needs, for the endpoints there are now. Raises NoRoom."""
+        endpoints = dict(self.endpoints)
+        labels = [endpoint.added.labels for endpoint in endpoints.values()]
         compiled_by_key: dict[tuple[frozenset[int], bool], CompiledPolicy] = {}
-        members: dict[tuple[frozenset[int], bool], list[int]] = {}
-        for number, endpoint in self.endpoints.items():
+        members: dict[CompiledPolicy, list[Endpoint]] = {}
+        for endpoint in endpoints.values():
             selecting = frozenset(i for i, policy in enumerate(plan.policies) if policy.selects(endpoint.added.labels))
+            yield 1 + len(plan.policies) // 8
             key = (selecting, endpoint.added.audit)
             if key not in compiled_by_key:
                 policies = [plan.policies[i] for i in sorted(selecting)]
-                compiled_by_key[key] = compile_policies(policies, self._cookies, labels, audit=endpoint.added.audit)
-            members.setdefault(key, []).append(number)
-        unclaimed = dict(self.groups)
-        to_build: list[tuple[CompiledPolicy, list[int]]] = []
-        merged: list[tuple[CompiledPolicy, list[int]]] = []
-        for key, numbers in members.items():
-            same = next((entry for entry in merged if entry[0] == compiled_by_key[key]), None)
-            if same is not None:
-                same[1].extend(numbers)
+                compiled_by_key[key] = yield from compile_policies(policies, self._cookies, labels, audit=endpoint.added.audit)
+            members.setdefault(compiled_by_key[key], []).append(endpoint)
+        unclaimed = {group.compiled: group for group in self.groups.values()}
+        for compiled in [compiled for compiled in members if compiled in unclaimed]:
+            self._assign(plan, unclaimed.pop(compiled), members.pop(compiled))
+        members_left: dict[int, set[int]] = {}  # of groups whose policies are none of these any more
+        for number, endpoint in endpoints.items():
+            if endpoint.group is not None and endpoint.group.compiled in unclaimed:
+                members_left.setdefault(endpoint.group.number, set()).add(number)
+        self._sets.refuse_what_cannot_fit(members)
+        yield from self._register(plan, list(members))
+        for compiled, of_group in members.items():
+            group_number = self._group_to_flip(members_left, of_group, compiled)
+            if KnownBad.EDIT_IN_PLACE in self._known_bad and group_number is not None:
+                policy_set, filling = self._edit_set_in_place(self.groups[group_number], compiled)
             else:
-                merged.append((compiled_by_key[key], numbers))
-        for compiled, numbers in merged:
-            kept = next((group for group in unclaimed.values() if group.compiled == compiled), None)
-            if kept is not None:
-                del unclaimed[kept.number]
-                self._assign(plan, kept, numbers)
-            else:
-                to_build.append((compiled, numbers))
-        if KnownBad.EDIT_IN_PLACE not in self._known_bad:
-            self._register(plan, [compiled for compiled, _ in to_build])
-        for compiled, numbers in to_build:
-            group = self._group_to_flip(unclaimed, numbers, compiled)
-            if KnownBad.EDIT_IN_PLACE in self._known_bad:
-                policy_set = self._edit_set_in_place(group, compiled)
-            else:
-                policy_set = self._sets.create(compiled).number
+                created = self._sets.create(compiled)
+                policy_set, filling = created.number, self._sets.fill(created)
                 plan.new_sets.append(policy_set)
-            if group is None:
-                number, self.next_group = self.next_group, self.next_group + 1
-                self._reconciler.groups.want(number, _group_value(policy_set, compiled))
-            else:
-                number = group.number
-                del unclaimed[number]
-            self._assign(plan, Group(number, policy_set, compiled), numbers)
-        rows = [row for policy_set in plan.new_sets for row in self._sets.rows(policy_set)]
-        for table in (
-            self._reconciler.ipcache,
-            self._reconciler.policy,
-            self._reconciler.groups,
-            self._reconciler.own_addresses,
-        ):
-            rows += [RowReference(table.name, key, changed) for key, changed in table.pending.items() if changed > revision]
-        for endpoint in self.endpoints.values():
-            if endpoint.group is None:
-                number, addresses = endpoint.added.endpoint, endpoint.added.addresses
-                rows += [self._reconciler.own_addresses.reference(OwnAddressKey(number, address)) for address in addresses]
-                rows += [self._ipcache.reference(IpcacheKey(SCOPE_STATIC, Prefix.of(address))) for address in addresses]
+            for rows in filling:
+                self._await(plan, rows)
+                yield 1 + len(rows)
+            if group_number is None:
+                group_number, self.next_group = self.next_group, self.next_group + 1
+                self._await(plan, [self._reconciler.groups.want(group_number, _group_value(policy_set, compiled))])
+            self._assign(plan, Group(group_number, policy_set, compiled), of_group)
+        for endpoint in endpoints.values():
+            self._await(plan, self._rows_of_new(endpoint))
+            yield 1
         if not self.groups:
             # At start: nobody is judged before the host's and everybody's addresses are known to the kernel.
             table = self._reconciler.ipcache
             static = [key for key in table.pending if isinstance(key, IpcacheKey) and key.scope == SCOPE_STATIC]
-            rows += [table.reference(key) for key in static]
-        plan.barrier = self._reconciler.barriers.take(rows)
-
-    def _copy_scopes(self, plan: _Plan, now: float) -> None:
-        """Endpoints that get a scope of their own find in it what their selectors hold. Raises NoRoom."""
+            self._await(plan, map(table.reference, static))
+        # Endpoints that get a scope of their own find in it what their selectors hold.
         for number, scope in plan.scopes.items():
-            endpoint = self.endpoints.get(number)
-            if endpoint is not None and scope not in (SCOPE_SHARED, endpoint.scope):
-                labels = plan.groups[number].compiled.fqdn_labels
-                self._reconciler.barriers.add(plan.barrier, self._names.copy_scope(SCOPE_SHARED, scope, labels, now))
+            if scope not in (SCOPE_SHARED, endpoints[number].scope):
+                fqdn_labels = plan.groups[number].compiled.fqdn_labels
+                for rows in self._names.copy_scope(SCOPE_SHARED, scope, fqdn_labels, now):
+                    self._await(plan, rows)
+                    yield 1 + 4 * len(rows)
+                    if number not in self.endpoints:
+                        break
 
-    def _register(self, plan: _Plan, compiled: list[CompiledPolicy]) -> None:
-        """Everything the new sets name, before any of them is built: so each row is resolved once. Raises NoRoom."""
-        with self._ipcache.deferred():
-            for one in compiled:
-                self._add_prefixes(one)
-            plan.prefixes_of = compiled
-            fqdns = [peer for one in compiled for peer in _fqdns(one)]
-            self._names.register(*fqdns)
-            plan.fqdns = fqdns
+    def _register(self, plan: _Plan, compiled: list[CompiledPolicy]) -> Iterator[int]:
+        """Everything the new sets name, before any of them is built, and what that means for what is known. Raises NoRoom."""
+        new: list[Prefix] = []
+        for one in compiled:
+            for prefix in sorted(one.prefixes):
+                row = self._ipcache.upsert(IpcacheKey(SCOPE_STATIC, prefix), RESOURCE_POLICY, frozenset({f"cidr:{prefix}"}))
+                if prefix not in self._prefix_users:
+                    new.append(prefix)
+                self._prefix_users[prefix] = self._prefix_users.get(prefix, 0) + 1
+                plan.prefixes.append(prefix)
+                self._await(plan, [row])
+                yield 2
+        for fqdn in self._names.registering(fqdn for one in compiled for fqdn in one.fqdns):
+            plan.fqdns.append(fqdn)
+            yield 5
+        is_coming = self._names.is_coming
+        while is_coming:
+            rows = self._names.match_coming()
+            self._await(plan, rows)
+            is_coming = self._names.is_coming
+            yield self._sets.rows_at_once if is_coming else 1 + 3 * len(rows)
+        for row in self._ipcache.resolve_inside(new, beyond_bound=False):
+            self._await(plan, [row])
+            yield 2
 
-    def _edit_set_in_place(self, group: Group | None, compiled: CompiledPolicy) -> int:
-        """The mistake that the flip prevents (known_bad.py)."""
-        self._names.register(*_fqdns(compiled))
-        self._add_prefixes(compiled)
-        if group is None:
-            return self._sets.create(compiled).number
-        self._end_registrations(group.compiled)
-        self._sets.edit_in_place(group.set, compiled)
-        return group.set
+    def _await(self, plan: _Plan, rows: Iterable[RowReference]) -> None:
+        self._reconciler.barriers.add(plan.barrier, rows)
 
-    def _assign(self, plan: _Plan, group: Group, numbers: list[int]) -> None:
-        for number in numbers:
-            plan.groups[number] = group
-            plan.scopes[number] = self._scope(self.endpoints[number].added, group.compiled)
+    def _rows_of_new(self, endpoint: Endpoint) -> list[RowReference]:
+        """Of one that is judged by nothing yet: where it may send from, and who it is."""
+        if endpoint.group is not None:
+            return []
+        added = endpoint.added
+        rows = [self._reconciler.own_addresses.reference(OwnAddressKey(added.endpoint, each)) for each in added.addresses]
+        return rows + [self._ipcache.reference(IpcacheKey(SCOPE_STATIC, Prefix.of(each))) for each in added.addresses]
 
-    def _group_to_flip(self, unclaimed: dict[int, Group], numbers: list[int], compiled: CompiledPolicy) -> Group | None:
-        """A group all of whose members get the new set: one row flips them all.
+    def _assign(self, plan: _Plan, group: Group, members: list[Endpoint]) -> None:
+        for endpoint in members:
+            plan.groups[endpoint.added.endpoint] = group
+            plan.scopes[endpoint.added.endpoint] = self._scope(endpoint.added, group.compiled)
+
+    def _group_to_flip(
+        self, members_left: dict[int, set[int]], members: list[Endpoint], compiled: CompiledPolicy
+    ) -> int | None:
+        """A group that is free, and all of whose members get the new set: one row flips them all.
 
         None where a scope changes too: set and scope would be two rows, and what lies between them is neither the state before
         nor the one after. A new group makes it one row for each endpoint.
         """
-        for number in numbers:
-            endpoint = self.endpoints[number]
-            if endpoint.group is not None and endpoint.scope != self._scope(endpoint.added, compiled):
-                return None
-        wanted = set(numbers)
-        for group in unclaimed.values():
-            members = {number for number, endpoint in self.endpoints.items() if endpoint.group is group}
-            if members and members <= wanted:
-                return group
+        if any(each.group is not None and each.scope != self._scope(each.added, compiled) for each in members):
+            return None
+        wanted = {each.added.endpoint for each in members}
+        for number in dict.fromkeys(each.group.number for each in members if each.group is not None):
+            if number in members_left and members_left[number] <= wanted:
+                del members_left[number]
+                return number
         return None
+
+    def _edit_set_in_place(self, group: Group, compiled: CompiledPolicy) -> tuple[int, Iterator[list[RowReference]]]:
+        """The mistake that the flip prevents (known_bad.py)."""
+        for _ in self._end(None, group.compiled.fqdns, group.compiled.prefixes):
+            pass
+        return group.set, self._sets.edit_in_place(group.set, compiled)
 
     def _flip(self, plan: _Plan) -> None:
         for group in {group.number: group for group in plan.groups.values()}.values():
@@ -360,8 +414,9 @@ class Groups:
         for number, group in plan.groups.items():
             endpoint = self.endpoints.get(number)
             if endpoint is not None:
-                value = EndpointValue(number, group.number, plan.scopes[number], endpoint.added.orientation)
-                self._reconciler.endpoints.want(endpoint.added.ifindex, value)
+                added = endpoint.added
+                value = EndpointValue(number, group.number, plan.scopes[number], added.orientation, added.dhcp, added.silent)
+                self._reconciler.endpoints.want(added.ifindex, value)
         plan.is_flipping = True
         plan.barrier = self._reconciler.barriers.take(self._flip_rows(plan))
 
@@ -389,7 +444,7 @@ class Groups:
                 endpoint.is_attached = True
                 to_attach.append(endpoint)
         if self.has_inherited:
-            self.has_inherited = False
+            self.has_inherited, self._is_inheriting = False, True
             self._ipcache.row_follows = None
             self.let_inherited_go_at = now + RETIRE_AFTER_S
         in_force = {group.set for group in self.groups.values()}
@@ -407,17 +462,14 @@ class Groups:
         """Nothing in force was touched: what was prepared goes, the policies in force stay."""
         self._reconciler.barriers.cancel(plan.barrier)
         self._names.stop_coming()
-        for number in plan.new_sets:
-            self._sets.retire(number)
-        self._names.unregister(*plan.fqdns)
-        for compiled in plan.prefixes_of:
-            self._remove_prefixes(compiled)
+        self._ending += (self._end(number, (), ()) for number in plan.new_sets)
+        self._ending.append(self._end(None, plan.fqdns, plan.prefixes))
         for number in {group.number for group in plan.groups.values()} - set(self.groups):
             self._reconciler.groups.drop(number)
-        kept = {endpoint.scope for endpoint in self.endpoints.values()} | {scope for *_, scope in self._retiring}
-        for scope in set(plan.scopes.values()) - kept - {SCOPE_SHARED}:
-            self._names.forget_scope(scope)
+        retiring = {scope for *_, scope in self._retiring}
+        self._leaving += (self._forget(scope) for scope in sorted(set(plan.scopes.values()) - retiring - {SCOPE_SHARED}))
         self._plan = None
+        self._work_off(self._ending)
         if plan.policies is self.policies:
             self._try_again_at = now + TRY_AGAIN_AFTER_S
         else:
@@ -431,7 +483,7 @@ class Groups:
             self._is_stale, self._try_again_at = True, None
         if self.let_inherited_go_at is not None and self.let_inherited_go_at <= now:
             self.let_inherited_go_at = None
-            self._let_inherited_go()
+            self._leaving.append(self._let_inherited_go())
         due = [entry for entry in self._retiring if entry[0] <= now]
         if not due:
             return
@@ -440,42 +492,49 @@ class Groups:
             if group is not None:
                 self._reconciler.groups.drop(group)
             if policy_set is not None:
-                self._end_set(policy_set)
-            planned = self._plan.scopes.values() if self._plan is not None else ()
-            if scope is not None and scope not in planned and all(e.scope != scope for e in self.endpoints.values()):
-                self._names.forget_scope(scope)
+                compiled = self._sets.by_number[policy_set].compiled
+                self._ending.append(self._end(policy_set, compiled.fqdns, compiled.prefixes))
+            if scope is not None:
+                self._leaving.append(self._forget(scope))
+        self._work_off(self._ending or self._leaving)
 
-    def _let_inherited_go(self) -> None:
-        """The first policies of this process are in force: what only the process before wanted goes."""
-        for table in self._reconciler.tables.values():
-            if table not in (self._reconciler.ipcache, self._reconciler.policy):
-                table.let_inherited_go()
-        self._inherited.let_go()
-        self._ipcache.let_inherited_go()
-        for scope in self._names.scopes - {SCOPE_SHARED, *(endpoint.scope for endpoint in self.endpoints.values())}:
-            self._names.forget_scope(scope)
-
-    def _end_set(self, number: int) -> None:
-        compiled = self._sets.by_number[number].compiled
-        self._sets.retire(number)
-        self._end_registrations(compiled)
-
-    def _end_registrations(self, compiled: CompiledPolicy) -> None:
-        self._names.unregister(*_fqdns(compiled))
-        self._remove_prefixes(compiled)
-
-    def _add_prefixes(self, compiled: CompiledPolicy) -> None:
-        for prefix in sorted(compiled.prefixes):
-            self._prefix_users[prefix] = self._prefix_users.get(prefix, 0) + 1
-        for prefix in sorted(compiled.prefixes):
-            self._ipcache.upsert(IpcacheKey(SCOPE_STATIC, prefix), RESOURCE_POLICY, frozenset({f"cidr:{prefix}"}))
-
-    def _remove_prefixes(self, compiled: CompiledPolicy) -> None:
-        for prefix in compiled.prefixes:
+    def _end(self, policy_set: int | None, fqdns: Iterable[Fqdn], prefixes: Iterable[Prefix]) -> Iterator[int]:
+        """A set that no group points to goes, and users of selectors and prefixes."""
+        if policy_set is not None:
+            yield from self._sets.retire(policy_set)
+        for _ in self._names.unregistering(fqdns):
+            yield 3
+        self._names.match_gone()
+        gone: list[Prefix] = []
+        for prefix in prefixes:
             self._prefix_users[prefix] -= 1
             if not self._prefix_users[prefix]:
                 del self._prefix_users[prefix]
                 self._ipcache.remove(IpcacheKey(SCOPE_STATIC, prefix), RESOURCE_POLICY)
+                gone.append(prefix)
+            yield 2
+        if gone:
+            self._leaving.append(2 for _ in self._ipcache.resolve_inside(gone, beyond_bound=True))
+
+    def _let_inherited_go(self) -> Iterator[int]:
+        """The first policies of this process are in force: what only the process before wanted goes."""
+        for table in self._reconciler.tables.values():
+            if table not in (self._reconciler.ipcache, self._reconciler.policy):
+                yield from table.let_inherited_go()
+        yield from self._inherited.let_go()
+        yield from self._ipcache.let_inherited_go()
+        for scope in sorted(self._names.scopes - {SCOPE_SHARED}):
+            yield from self._forget(scope)
+        self._is_inheriting = False
+
+    def _forget(self, scope: int) -> Iterator[int]:
+        """What was learned in an endpoint's own scope, unless the endpoint looks into it again."""
+        owner = scope - SCOPE_OWN_FIRST
+        for pair in self._names.pairs_in(scope):
+            if owner in self.endpoints and scope in self.scopes_of(owner):
+                return
+            self._names.forget(pair)
+            yield 4
 
     def next_deadline(self) -> float | None:
         times = [*(entry[0] for entry in self._retiring), self._try_again_at, self.let_inherited_go_at]
@@ -490,10 +549,6 @@ class Groups:
     def _scope(self, added: EndpointAdded, compiled: CompiledPolicy | None) -> int:
         own = added.isolated or (compiled is not None and compiled.asks_named_servers)
         return SCOPE_OWN_FIRST + added.endpoint if own else SCOPE_SHARED
-
-
-def _fqdns(compiled: CompiledPolicy) -> list[Fqdn]:
-    return sorted((peer for peer in compiled.peers if isinstance(peer, Fqdn)), key=lambda peer: peer.label)
 
 
 def _group_value(policy_set: int, compiled: CompiledPolicy) -> GroupValue:

@@ -6,6 +6,7 @@ Nothing is judged by it. Bounded by number and age; the ones not seen for longes
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from agent.core.types import Address
@@ -14,11 +15,14 @@ KEPT_S = 24 * 3_600.0
 
 
 class Seen(NamedTuple):
-    """chain: the name asked, then the targets of its aliases. until: when its lifetime ends or ended."""
+    """chain: the name asked, then the targets of its aliases. until: when its lifetime ends or ended.
+
+    endpoint: who was answered last; None where a process before answered it: numbers of endpoints begin anew at each boot.
+    """
 
     name: str
     address: Address
-    endpoint: int
+    endpoint: int | None
     chain: tuple[str, ...]
     first_at: float
     last_at: float
@@ -28,6 +32,7 @@ class Seen(NamedTuple):
 class NameHistory:
     def __init__(self, entries_max: int) -> None:
         self.entries_max = entries_max
+        self.notes = 0  # since the start: whoever keeps a copy knows from it whether anything is new
         self._seen: OrderedDict[tuple[Address, str], Seen] = OrderedDict()  # the one not seen for longest first
         self._names_by_address: dict[Address, dict[str, None]] = {}
 
@@ -35,11 +40,26 @@ class NameHistory:
         """An answer for `name` held the address."""
         before = self._seen.pop((address, name), None)
         first_at = before.first_at if before is not None else now
-        self._seen[address, name] = Seen(name, address, endpoint, chain, first_at, now, until)
-        if before is None:
-            self._names_by_address.setdefault(address, {})[name] = None
-            if len(self._seen) > self.entries_max:
-                self._forget_oldest()
+        self.notes += 1
+        self._put(Seen(name, address, endpoint, chain, first_at, now, until))
+
+    def restore(self, seen: Iterable[Seen], now: float) -> None:
+        """What processes before have seen, as far as it is not too old; before anything is noted."""
+        assert not self._seen, "what was noted is newer"
+        for one in sorted(seen, key=lambda one: one.last_at):
+            if one.last_at > now - KEPT_S:
+                self._put(one)
+
+    def _put(self, seen: Seen) -> None:
+        self._seen[seen.address, seen.name] = seen
+        self._names_by_address.setdefault(seen.address, {})[seen.name] = None
+        if len(self._seen) > self.entries_max:
+            self._forget_oldest()
+
+    def entries(self) -> list[Seen]:
+        """All of it, the one not seen for longest first."""
+        # As the dictionary it also is: twenty times as fast, and in the same order where nothing is moved to an end.
+        return list(dict.values(self._seen))
 
     def on(self, address: Address, now: float) -> list[Seen]:
         """Names seen on the address in the last day, the one seen last first."""

@@ -12,7 +12,7 @@ place; what the sets say of the outer one holds for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from agent.core.tables import IpcacheTable, PolicyTable
 from agent.core.types import IDENTITY_WORLD, SCOPE_STATIC, IpcacheKey, Key, LabelSet, PolicyKey, PolicyValue, Prefix, Value
@@ -51,13 +51,14 @@ class InheritedSets:
                 self._policy.want(copy, value)
                 self._copied.append(copy)
 
-    def let_go(self) -> None:
-        """The first policies of this process are in force."""
-        self._rows_by_identity.clear()
-        for key in self._copied:
-            self._policy.drop(key)
-        self._copied.clear()
-        self._policy.let_inherited_go()
+    def let_go(self) -> Iterator[int]:
+        """The first policies of this process are in force. Step by step; gives back what each cost."""
+        while self._rows_by_identity:
+            yield len(self._rows_by_identity.popitem()[1]) // 8
+        while self._copied:
+            self._policy.drop(self._copied.pop())
+            yield 1
+        yield from self._policy.let_inherited_go()
 
     def _identity_in_kernel(self, key: IpcacheKey) -> int:
         """By the row itself, else by the closest static network around it, else the world."""

@@ -7,7 +7,6 @@ row is asked for, so that the reconciler sees them missing and waits for them (I
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from agent.core.identity import IdentityAllocator, NoRoom
@@ -31,23 +30,13 @@ class Ipcache:
         self._identities = identities
         self._identity_added = identity_added
         self.row_follows: Callable[[IpcacheKey, int], None] | None = None  # see inherited.py
-        self._deferred: dict[IpcacheKey, None] | None = None
         self._inherited: list[IpcacheKey] = []
 
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Many changes of metadata, each row resolved once at the end. NoRoom comes then; what was attached stays attached."""
-        assert self._deferred is None, "deferring does not nest"
-        self._deferred = {}
-        try:
-            yield
-        finally:
-            keys, self._deferred = self._deferred, None
-            for key in keys:
-                self._resolve_row(key, beyond_bound=False)
-
     def upsert(self, key: IpcacheKey, resource: str, labels: LabelSet, *, beyond_bound: bool = False) -> RowReference:
-        """Attach labels to a prefix; raises NoRoom, and then nothing has changed. beyond_bound: see `IdentityAllocator`."""
+        """Attach labels to a prefix; raises NoRoom, and then nothing has changed. beyond_bound: see `IdentityAllocator`.
+
+        What that means for addresses inside a network is `resolve_inside`'s, here and in `remove`.
+        """
         before = self.metadata.attached(key, resource)
         if self.metadata.upsert(key, resource, labels):
             try:
@@ -76,31 +65,40 @@ class Ipcache:
         What an endpoint or the host was stays as it stands until its source has spoken: without that it would be the world.
         """
         self._table.adopt(rows)
-        with self.deferred():
-            unsaid: list[IpcacheKey] = []
-            for key, identity in rows.items():
-                assert isinstance(key, IpcacheKey)
-                assert isinstance(identity, int)
-                labels = self._identities.labels_by_identity.get(identity, frozenset())
-                kinds = ("cidr:",) if key.scope == SCOPE_STATIC else ("fqdn:",)
-                kept = frozenset(label for label in labels if label.startswith(kinds))
-                if key.scope == SCOPE_STATIC:
-                    kept &= {f"cidr:{key.prefix}"}
-                if kept:
-                    self._inherited.append(key)
-                    self.upsert(key, RESOURCE_INHERITED, kept)
-                if LABEL_WORLD not in labels:
-                    unsaid.append(key)
-            assert self._deferred is not None
-            for key in unsaid:
-                self._deferred.pop(key, None)
+        named = {
+            identity: frozenset(label for label in labels if label.startswith("fqdn:"))
+            for identity, labels in self._identities.labels_by_identity.items()
+        }
+        inherited: dict[IpcacheKey, LabelSet] = {}
+        said: list[IpcacheKey] = []
+        for key, identity in rows.items():
+            assert isinstance(key, IpcacheKey)
+            assert isinstance(identity, int)
+            if key.scope != SCOPE_STATIC:
+                labels = named.get(identity)
+            else:
+                labels = self._identities.labels_by_identity.get(identity, frozenset()) & {f"cidr:{key.prefix}"}
+            if labels:
+                inherited[key] = labels
+                if LABEL_WORLD in self._identities.labels_by_identity[identity]:
+                    said.append(key)
+        self.metadata.adopt(RESOURCE_INHERITED, inherited)
+        self._inherited = list(inherited)
+        for key in said:
+            self._resolve_row(key, beyond_bound=True)
 
-    def let_inherited_go(self) -> None:
-        """What somebody wants now has labels of its own by now."""
-        keys, self._inherited = self._inherited, []
-        for key in keys:
+    def let_inherited_go(self) -> Iterator[int]:
+        """What somebody wants now has labels of its own by now. Step by step; gives back what each cost."""
+        networks: list[Prefix] = []
+        while self._inherited:
+            key = self._inherited.pop()
             self.remove(key, RESOURCE_INHERITED)
-        self._table.let_inherited_go()
+            if key.scope == SCOPE_STATIC and self.metadata.label_set(key) is None:
+                networks.append(key.prefix)
+            yield 2
+        for _ in self.resolve_inside(networks, beyond_bound=True):
+            yield 2
+        yield from self._table.let_inherited_go()
 
     def reference(self, key: Key) -> RowReference:
         """The row as it stands, to wait for."""
@@ -120,16 +118,26 @@ class Ipcache:
         for address in before - after:
             self.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), RESOURCE_HOST)
 
+    def resolve_inside(self, networks: Iterable[Prefix], *, beyond_bound: bool) -> Iterator[RowReference]:
+        """These are named now, or not any more: addresses inside carry the label of the closest one that is.
+
+        Step by step; gives back the row of each. Raises NoRoom.
+        """
+        outermost: Prefix | None = None
+        for network in sorted(networks, key=lambda prefix: (len(prefix.address), prefix)):
+            if outermost is None or not outermost.contains(network):
+                outermost = network
+                for key in self.metadata.addresses_inside(network):
+                    self._resolve_row(key, beyond_bound)
+                    yield self._table.reference(key)
+
     def _resolve(self, key: IpcacheKey, *, beyond_bound: bool) -> None:
-        """The row follows its labels; of a static prefix, so do the addresses inside, which carry the closest one's label."""
-        keys = [key]
-        if key.scope == SCOPE_STATIC:
-            keys += [other for other in self.metadata.addresses_inside(key.prefix) if other != key]
-        if self._deferred is not None:
-            self._deferred.update(dict.fromkeys(keys))
-            return
-        for one in keys:
-            self._resolve_row(one, beyond_bound)
+        """The row follows its labels; of a static address, so do those of the same address in other scopes."""
+        self._resolve_row(key, beyond_bound)
+        if key.scope == SCOPE_STATIC and key.prefix.is_address:
+            for other in self.metadata.addresses_inside(key.prefix):
+                if other != key:
+                    self._resolve_row(other, beyond_bound)
 
     def _resolve_row(self, key: IpcacheKey, beyond_bound: bool) -> None:
         labels = self.metadata.label_set(key)

@@ -7,14 +7,17 @@ scopes, the names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
+from agent.core.prefixes import LengthsInUse
 from agent.core.types import LABEL_HOST, LABEL_WORLD, SCOPE_STATIC, IpcacheKey, LabelSet, Prefix
 
 NO_LABELS: LabelSet = frozenset()
+KEYS_AT_ONCE = 64  # looked up together; one that is gone when its turn comes does no harm
 
 
 class _Single(NamedTuple):
@@ -49,10 +52,7 @@ class _Merged:
 class Metadata:
     def __init__(self) -> None:
         self._attached: dict[IpcacheKey, _Single | _Merged] = {}
-        # Named prefixes by (family, length), longest first: the closest one that holds an address is found in as many look-ups
-        # as there are different lengths, whatever the number of prefixes.
-        self._lengths: dict[int, list[int]] = {4: [], 16: []}
-        self._count_by_length: dict[tuple[int, int], int] = {}
+        self._static_lengths = LengthsInUse()
         # Rows of single addresses by (scope, family), in order: those inside a prefix are found without looking at the others.
         self._addresses: dict[tuple[int, int], SortedList[IpcacheKey]] = {}
 
@@ -64,7 +64,7 @@ class Metadata:
         if attached is None:
             self._attached[key] = _Single(resource, labels)
             if key.scope == SCOPE_STATIC:
-                self._count(key.prefix, 1)
+                self._static_lengths.add(key.prefix)
             if key.prefix.is_address:
                 self._addresses.setdefault((key.scope, len(key.prefix.address)), SortedList()).add(key)
         elif isinstance(attached, _Merged):
@@ -76,6 +76,19 @@ class Metadata:
             merged.put(resource, labels)
         return True
 
+    def adopt(self, resource: str, labels_by_key: Mapping[IpcacheKey, LabelSet]) -> None:
+        """`upsert` of very many prefixes at a time, to which nobody has attached anything yet."""
+        assert not self._attached.keys() & labels_by_key.keys()
+        addresses: dict[tuple[int, int], list[IpcacheKey]] = {}
+        for key, labels in labels_by_key.items():
+            self._attached[key] = _Single(resource, labels)
+            if key.scope == SCOPE_STATIC:
+                self._static_lengths.add(key.prefix)
+            if key.prefix.is_address:
+                addresses.setdefault((key.scope, len(key.prefix.address)), []).append(key)
+        for place, keys in addresses.items():
+            self._addresses.setdefault(place, SortedList()).update(keys)
+
     def remove(self, key: IpcacheKey, resource: str) -> bool:
         """Take back what this resource attached; says whether anything changed."""
         if self.attached(key, resource) is None:
@@ -86,7 +99,7 @@ class Metadata:
         if isinstance(attached, _Single) or not attached.labels_by_resource:
             del self._attached[key]
             if key.scope == SCOPE_STATIC:
-                self._count(key.prefix, -1)
+                self._static_lengths.remove(key.prefix)
             if key.prefix.is_address:
                 self._addresses[key.scope, len(key.prefix.address)].remove(key)
         return True
@@ -119,15 +132,13 @@ class Metadata:
     def static_labels(self, prefix: Prefix) -> LabelSet:
         """What an address is by the static prefixes alone."""
         closest = NO_LABELS
-        for length in self._lengths[len(prefix.address)]:
-            if length > prefix.length:
-                continue
-            labels = self._union(IpcacheKey(SCOPE_STATIC, Prefix.masked(prefix.address, length)))
+        for around in self._static_lengths.around(prefix):
+            labels = self._union(IpcacheKey(SCOPE_STATIC, around))
             if labels is None:
                 continue
             named = frozenset(label for label in labels if label.startswith("cidr:"))
             others = labels - named
-            if length == prefix.length == len(prefix.address) * 8 and others:
+            if around.is_address and others:
                 # The host or an endpoint; its closest named prefix is this one, or further up.
                 closest |= others
             if named:
@@ -136,22 +147,14 @@ class Metadata:
         return closest if any(not label.startswith("cidr:") for label in closest) else closest | {LABEL_WORLD}
 
     def addresses_inside(self, prefix: Prefix) -> Iterator[IpcacheKey]:
-        """Rows of single addresses, of every scope, that this prefix holds."""
-        family = len(prefix.address)
-        host_bits = family * 8 - prefix.length
-        last = (int.from_bytes(prefix.address, "big") | (1 << host_bits) - 1).to_bytes(family, "big")
-        for (scope, of), keys in self._addresses.items():
-            if of == family:
-                yield from keys.irange(IpcacheKey(scope, prefix), IpcacheKey(scope, Prefix(last, family * 8)))
-
-    def _count(self, prefix: Prefix, by: int) -> None:
-        family = len(prefix.address)
-        count = self._count_by_length.get((family, prefix.length), 0) + by
-        if count:
-            self._count_by_length[family, prefix.length] = count
-        else:
-            del self._count_by_length[family, prefix.length]
-        self._lengths[family] = sorted((length for of, length in self._count_by_length if of == family), reverse=True)
+        """Rows of single addresses, of every scope, that this prefix holds. Rows may come and go between two of them."""
+        for scope, family in list(self._addresses):
+            if family != len(prefix.address):
+                continue
+            first, last, is_new = IpcacheKey(scope, prefix), IpcacheKey(scope, prefix.last), True
+            while keys := list(islice(self._addresses[scope, family].irange(first, last, (is_new, True)), KEYS_AT_ONCE)):
+                yield from keys
+                first, is_new = keys[-1], False
 
 
 HOST_LABELS: LabelSet = frozenset({LABEL_HOST})

@@ -93,47 +93,51 @@ class NameManager:
 
         Where many names are known it takes a while: until `is_coming` is false, `match_coming` goes on with it.
         """
-        new: list[FqdnSelector] = []
+        registered: list[Fqdn] = []
         try:
-            for peer in dict.fromkeys(peers):
-                if peer not in self.selectors:
-                    selector = FqdnSelector(peer)
-                    selector.identity = self._ipcache.identity_of(frozenset({selector.label, LABEL_WORLD}))
-                    self.selectors[peer] = selector
-                    self._index.add(peer.pattern, peer)
-                    new.append(selector)
-        except NoRoom:
-            self._end(new)
-            raise
-        for peer in peers:
-            self.selectors[peer].users += 1
-        self._coming += self._stretches(new)
-        try:
+            registered.extend(self.registering(peers))  # when it raises, those before are in the list
             self.match_coming()
         except NoRoom:
             self.stop_coming()
-            self.unregister(*peers)
+            self.unregister(*registered)
             raise
         return (row for peer in dict.fromkeys(peers) for row in self._rows_of(self.selectors[peer]))
 
+    def registering(self, peers: Iterable[Fqdn]) -> Iterator[Fqdn]:
+        """`register` one by one, each given back when it is; known names are `match_coming`'s after the last. Raises NoRoom."""
+        stretches: list[_Stretch] = []
+        for peer in peers:
+            selector = self.selectors.get(peer)
+            if selector is None:
+                selector = FqdnSelector(peer)
+                selector.identity = self._ipcache.identity_of(frozenset({selector.label, LABEL_WORLD}))
+                self.selectors[peer] = selector
+                self._index.add(peer.pattern, peer)
+                stretches += self._known_below(selector)
+            selector.users += 1
+            yield peer
+        self._coming += _apart(stretches)
+
     def unregister(self, *peers: Fqdn) -> list[RowReference]:
         """One user less for each; gives back the rows that change by it, as far as `match_gone` is not needed for more."""
-        ended: list[FqdnSelector] = []
+        for _ in self.unregistering(peers):
+            pass
+        return self.match_gone()
+
+    def unregistering(self, peers: Iterable[Fqdn]) -> Iterator[Fqdn]:
+        """`unregister` one by one; known names are `match_gone`'s after the last."""
+        stretches: list[_Stretch] = []
         for peer in peers:
             selector = self.selectors[peer]
             selector.users -= 1
             if not selector.users:
-                ended.append(selector)
-        return self._end(ended)
-
-    def _end(self, selectors: list[FqdnSelector]) -> list[RowReference]:
-        for selector in selectors:
-            del self.selectors[selector.peer]
-            self._index.remove(selector.peer.pattern, selector.peer)
-            assert selector.identity is not None
-            self._identities.release(selector.identity)
-        self._gone += self._stretches(selectors)
-        return self.match_gone()
+                del self.selectors[peer]
+                self._index.remove(peer.pattern, peer)
+                assert selector.identity is not None
+                self._identities.release(selector.identity)
+                stretches += self._known_below(selector)
+            yield peer
+        self._gone += _apart(stretches)
 
     def _rows_of(self, selector: FqdnSelector) -> Iterator[RowReference]:
         for scope, bag in selector.bags.items():
@@ -167,20 +171,11 @@ class NameManager:
         """The new selectors are not to be after all."""
         self._coming.clear()
 
-    def _stretches(self, selectors: Iterable[FqdnSelector]) -> list[_Stretch]:
-        """Known names below the literal suffix of each, found without looking at the others; none of them twice."""
-        ends = []
-        for selector in selectors:
-            first = _reversed(selector.peer.pattern if selector.is_exact else selector.suffix)
-            last = first if selector.is_exact else first + _AFTER_DOT
-            if next(self._names_in_order.irange(first, last), None) is not None:
-                ends.append((first, last))
-        stretches: list[_Stretch] = []
-        for first, last in sorted(ends, key=lambda pair: (pair[0], -len(pair[1]))):
-            # Suffixes are one inside the other or have nothing in common.
-            if not stretches or last > stretches[-1].last:
-                stretches.append(_Stretch(first, last))
-        return stretches
+    def _known_below(self, selector: FqdnSelector) -> list[_Stretch]:
+        """Known names below the selector's literal suffix, found without looking at the others."""
+        first = _reversed(selector.peer.pattern if selector.is_exact else selector.suffix)
+        last = first if selector.is_exact else first + _AFTER_DOT
+        return [_Stretch(first, last)] if next(self._names_in_order.irange(first, last), None) is not None else []
 
     def _match_slice(self, stretches: deque[_Stretch], *, beyond_bound: bool) -> list[RowReference]:
         rows: list[RowReference] = []
@@ -330,11 +325,11 @@ class NameManager:
         if record is not None:
             self.records.append(record)
 
-    def restore(self, record: PairRecord) -> None:
-        """A pair of the process before; no selector is there yet that could want it."""
-        pair = Pair(record.scope, record.name, record.address)
-        self.cache.restore(pair, record.lives_until, record.kept_until)
-        self._know(pair.name, ())
+    def restore(self, records: Collection[PairRecord]) -> None:
+        """Pairs of the process before, each once; no selector is there yet that could want them."""
+        self.cache.restore(records)
+        self._selectors_by_name = dict.fromkeys((record.name for record in records), ())
+        self._names_in_order.update(map(_reversed, self._selectors_by_name))
 
     def holds(self, pairs: Iterable[Pair]) -> bool:
         """Is each of these addresses still one of its name's?"""
@@ -368,21 +363,34 @@ class NameManager:
         """Scopes in which anything is known."""
         return set(self.cache.addresses_by_scope)
 
-    def copy_scope(self, source: int, target: int, labels: LabelSet, now: float) -> list[RowReference]:
-        """An endpoint gets a scope of its own: what its selectors hold in the old one is good in the new one. Raises NoRoom."""
-        rows: list[RowReference] = []
-        for name in list(self.cache.addresses_by_scope.get(source, ())):
-            if labels & self.labels_of(name):
-                pairs = [Pair(source, name, address) for address in self.cache.addresses(source, name)]
-                ends = [(pair.address, round(self.cache.lifetimes[pair].lives_until - now)) for pair in pairs]
-                rows += self.learn(name, ends, target, now).rows
-        return rows
+    def copy_scope(self, source: int, target: int, labels: LabelSet, now: float) -> Iterator[list[RowReference]]:
+        """An endpoint gets a scope of its own: what its selectors hold in the old one is good in the new one.
 
-    def forget_scope(self, scope: int) -> None:
-        """Nobody looks into this scope any more."""
+        Name by name; gives back the rows of each. Raises NoRoom.
+        """
+        for name in list(self.cache.addresses_by_scope.get(source, ())):
+            pairs = [Pair(source, name, address) for address in self.cache.addresses(source, name)]
+            rows: list[RowReference] = []
+            if pairs and labels & self.labels_of(name):
+                ends = [(pair.address, round(self.cache.lifetimes[pair].lives_until - now)) for pair in pairs]
+                rows = self.learn(name, ends, target, now).rows
+            yield rows
+
+    def pairs_in(self, scope: int) -> Iterator[Pair]:
+        """What is known in a scope. Pairs may come and go between two of them."""
         for name in list(self.cache.addresses_by_scope.get(scope, ())):
             for address in list(self.cache.addresses(scope, name)):
-                self.forget(Pair(scope, name, address))
+                yield Pair(scope, name, address)
+
+
+def _apart(stretches: list[_Stretch]) -> list[_Stretch]:
+    """The same names, none of them twice."""
+    apart: list[_Stretch] = []
+    for stretch in sorted(stretches, key=lambda stretch: (stretch.first, -len(stretch.last))):
+        # Suffixes are one inside the other or have nothing in common.
+        if not apart or stretch.last > apart[-1].last:
+            apart.append(stretch)
+    return apart
 
 
 # Between a dot and the sign after it, in order, are all names below a suffix.

@@ -11,7 +11,7 @@ matches a packet carries the strongest verdict of all rules that match the packe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ from agent.core.types import (
 )
 
 PORT_LAST = 65_535
+# What preparing a policy costs is counted in rows (`sets.ROWS_AT_ONCE`): one is about 10 us.
+COST_OF_PATTERN = 3
 LABEL_ENDPOINT = "reserved:endpoint"
 PROTOCOLS_OF_DNS = (PROTOCOL_UDP, PROTOCOL_TCP)
 COOKIE_NONE = 0
@@ -85,10 +87,17 @@ class CompiledPolicy:
     default_deny_egress: bool
     default_deny_ingress: bool
     audit: bool
-    peers: frozenset[Peer] = field(compare=False)
+    rows_min: int = field(compare=False)  # of a set: each name and network is an identity with rows of its own
+    peers: tuple[Peer, ...] = field(compare=False)
+    fqdns: tuple[Fqdn, ...] = field(compare=False)
     fqdn_labels: frozenset[Label] = field(compare=False)
     prefixes: frozenset[Prefix] = field(compare=False)
     _questions: _Questions = field(compare=False)
+    _cookies: frozenset[int] = field(compare=False)
+
+    def __hash__(self) -> int:
+        """Equal policies are found without comparing all of them; few that differ are of the same rules."""
+        return hash(self._cookies)
 
     @property
     def asks_named_servers(self) -> bool:
@@ -118,13 +127,18 @@ class CompiledPolicy:
 class _Questions:
     """Which DNS rules take a name, found without looking at the others."""
 
-    def __init__(self, rules: Sequence[DnsRule]) -> None:
-        self._every = [place for place, rule in enumerate(rules) if not rule.names]
+    def __init__(self) -> None:
+        self._every: list[int] = []
         self._fqdns: PatternIndex[int] = PatternIndex()
         self._names: PatternIndex[int] = PatternIndex()
-        for place, rule in enumerate(rules):
-            for pattern in rule.names:
-                (self._fqdns if rule.in_fqdns else self._names).add(pattern, place)
+
+    def add(self, place: int, rule: DnsRule) -> Iterator[int]:
+        """place: of the rule among all. Gives back what each step cost."""
+        if not rule.names:
+            self._every.append(place)
+        for pattern in rule.names:
+            (self._fqdns if rule.in_fqdns else self._names).add(pattern, place)
+            yield COST_OF_PATTERN
 
     def rules_for(self, name: str) -> list[int]:
         return sorted((*self._every, *self._fqdns.matching(name), *self._names.matching_question(name)))
@@ -167,49 +181,84 @@ class Cookies:
 
 def compile_policies(
     policies: Sequence[Policy], cookies: Cookies, endpoint_labels: Iterable[Mapping[str, str]], *, audit: bool
-) -> CompiledPolicy:
-    """Compile the policies that select one endpoint.
+) -> Generator[int, None, CompiledPolicy]:
+    """Compile the policies that select one endpoint, step by step: each is given back with its cost, see `COST_OF_PATTERN`.
 
     endpoint_labels: of every endpoint of this agent; a DNS rule whose `toEndpoints` selects none of them means the agent's
     upstreams.
     """
     everybody = list(endpoint_labels)
-    values: dict[Peer | None, list[tuple[Block, PolicyValue]]] = {}
+    used: set[int] = set()
+    values: dict[Peer | None, dict[Block, PolicyValue]] = {}
+
+    def put(peer: Peer | None, block: Block, value: PolicyValue) -> None:
+        of_peer = values.setdefault(peer, {})
+        of_peer[block] = stronger(of_peer.get(block), value)
+
     dns: list[DnsRule] = []
-    is_dns_ruled = any(speaks_of_dns(rule) for policy in policies for rule in policy.rules)
+    is_dns_ruled = False
+    for policy in policies:
+        for rule in policy.rules:
+            is_dns_ruled |= speaks_of_dns(rule)
+            yield 1
     for policy in policies:
         for written in policy.rules:
             rule, cookie = _of_policy(written, policy), cookies.of(written)
+            used.add(cookie)
             for peer in (None,) if rule.peers is None else rule.peers:
                 for block, verdict in _blocks(rule, peer):
-                    key = None if peer is Entity.ALL else peer
-                    values.setdefault(key, []).append((block, PolicyValue(verdict, cookie)))
-            dns += _dns_rules(rule, policy, cookie, everybody)
-        if not is_dns_ruled:
-            dns += _implied_dns(policy, cookies)
+                    put(None if peer is Entity.ALL else peer, block, PolicyValue(verdict, cookie))
+                    yield 1
+            for permission in _dns_rules(rule, policy, cookie, everybody):
+                dns.append(permission)
+                yield 1
+        for permission in () if is_dns_ruled else _implied_dns(policy, cookies):
+            dns.append(permission)
+            yield 1
     closes = any(policy.default_deny_egress for policy in policies)
     if closes or any(rule.direction is Direction.EGRESS for policy in policies for rule in policy.rules):
         for protocol in PROTOCOLS_OF_DNS:
-            block = Block(Direction.EGRESS, protocol, PORT_DNS, 16)
-            values.setdefault(None, []).append((block, PolicyValue(Verdict.REDIRECT, COOKIE_NONE)))
+            put(None, Block(Direction.EGRESS, protocol, PORT_DNS, 16), PolicyValue(Verdict.REDIRECT, COOKIE_NONE))
         if not closes:
             dns.append(DnsRule(None, _PORTS_OF_DNS, (), (), False, COOKIE_NONE))
     for permission in dns:
         for ports in permission.ports if permission.peers is None else ():
             for port, bits in port_blocks(ports.first, ports.last):
                 block = Block(Direction.EGRESS, ports.protocol, port, bits)
-                values.setdefault(None, []).append((block, PolicyValue(Verdict.REDIRECT, permission.cookie)))
-    peers = frozenset(peer for peer in values if peer is not None) | frozenset(p for r in dns for p in r.peers or ())
+                put(None, block, PolicyValue(Verdict.REDIRECT, permission.cookie))
+        yield 1
+    questions = _Questions()
+    for place, permission in enumerate(dns):
+        yield from questions.add(place, permission)
+    values_by_peer: dict[Peer | None, tuple[tuple[Block, PolicyValue], ...]] = {}
+    rows_sure: set[tuple[Fqdn | Prefix | None, Block]] = set()
+    for peer, of_peer in values.items():
+        values_by_peer[peer] = tuple(sorted(of_peer.items()))
+        if peer is None or isinstance(peer, Fqdn):
+            rows_sure.update((peer, block) for block in of_peer)
+        elif isinstance(peer, Cidr) and cidr_holds(peer, peer.prefix):
+            rows_sure.update((peer.prefix, block) for block in of_peer)
+        yield 1
+    peers = dict.fromkeys(peer for peer in values if peer is not None)
+    peers.update((peer, None) for permission in dns for peer in permission.peers or ())
+    label_by_fqdn: dict[Fqdn, Label] = {}
+    for peer in peers:
+        if isinstance(peer, Fqdn):
+            label_by_fqdn[peer] = peer.label
+            yield 1
     return CompiledPolicy(
-        values_by_peer={peer: tuple(sorted(set(of_peer))) for peer, of_peer in values.items()},
+        values_by_peer=values_by_peer,
         dns=tuple(dns),
         default_deny_egress=closes,
         default_deny_ingress=any(policy.default_deny_ingress for policy in policies),
         audit=audit,
-        peers=peers,
-        fqdn_labels=frozenset(peer.label for peer in peers if isinstance(peer, Fqdn)),
-        _questions=_Questions(dns),
+        rows_min=len(rows_sure),
+        peers=tuple(peers),
+        fqdns=tuple(label_by_fqdn),
+        fqdn_labels=frozenset(label_by_fqdn.values()),
         prefixes=frozenset(p for peer in peers if isinstance(peer, Cidr) for p in (peer.prefix, *peer.excepts)),
+        _questions=questions,
+        _cookies=frozenset(used),
     )
 
 
@@ -321,7 +370,7 @@ def peer_selects(peer: Peer, labels: LabelSet) -> bool:
     if isinstance(peer, Fqdn):
         return peer.label in labels
     if isinstance(peer, Cidr):
-        return any(_holds(peer, label) for label in labels if label.startswith("cidr:"))
+        return any(cidr_holds(peer, Prefix.parse(label[len("cidr:") :])) for label in labels if label.startswith("cidr:"))
     if isinstance(peer, Endpoints):
         return LABEL_ENDPOINT in labels and peer.selector.matches(_endpoint_labels(labels))
     if peer is Entity.WORLD:
@@ -331,8 +380,8 @@ def peer_selects(peer: Peer, labels: LabelSet) -> bool:
     return peer is Entity.ALL
 
 
-def _holds(peer: Cidr, label: Label) -> bool:
-    prefix = Prefix.parse(label.removeprefix("cidr:"))
+def cidr_holds(peer: Cidr, prefix: Prefix) -> bool:
+    """Does the peer select what is labelled by this named prefix?"""
     return peer.prefix.contains(prefix) and not any(hole.contains(prefix) for hole in peer.excepts)
 
 

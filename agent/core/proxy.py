@@ -129,7 +129,7 @@ class Proxy:
 
     def take(self, query: Query, now: float) -> None:
         """A question came. Who asked is known by its address, which the datapath has compared with the interface."""
-        endpoint = self._groups.endpoint_by_address.get(query.client)
+        endpoint = self._groups.endpoint_at(query.client)
         if endpoint is None:
             self._count("questions from nobody")
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from agent.core.types import IpcacheKey, Key, PolicyKey, Table, Value, Write
@@ -102,11 +102,12 @@ class KernelTable:
             self.inherited[key] = None
             self.ended(key, None, value, 0)
 
-    def let_inherited_go(self) -> None:
-        """What nobody has wanted since the start is to be deleted."""
-        inherited, self.inherited = self.inherited, {}
-        for key in inherited:
+    def let_inherited_go(self) -> Iterator[int]:
+        """Step by step what nobody has wanted since the start is to be deleted. Gives back what each cost."""
+        while self.inherited:
+            key, _ = self.inherited.popitem()
             self._differs(key, self._revisions.next())
+            yield 1
 
     def reference(self, key: Key) -> RowReference:
         """The row as it stands, to wait for."""

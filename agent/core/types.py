@@ -120,6 +120,13 @@ class Prefix(NamedTuple):
     def is_address(self) -> bool:
         return self.length == len(self.address) * 8
 
+    @property
+    def last(self) -> Prefix:
+        """In order, every prefix inside this one stands between it and this: the /32 or /128 of its last address."""
+        bits = len(self.address) * 8
+        last = int.from_bytes(self.address, "big") | (1 << bits - self.length) - 1
+        return Prefix.of(last.to_bytes(bits // 8, "big"))
+
     def contains(self, other: Prefix) -> bool:
         """Is every address of `other` one of mine? A prefix contains itself."""
         if len(self.address) != len(other.address) or self.length > other.length:
@@ -173,12 +180,17 @@ class GroupValue(NamedTuple):
 
 
 class EndpointValue(NamedTuple):
-    """Value of `endpoints`; its key is the interface's index."""
+    """Value of `endpoints`; its key is the interface's index.
+
+    dhcp: it may ask for an address (an uplink may always); silent: what is denied it is dropped without an answer.
+    """
 
     endpoint: int
     group: int
     scope: int
     orientation: Orientation
+    dhcp: bool = False
+    silent: bool = False
 
 
 class OwnAddressKey(NamedTuple):

@@ -67,6 +67,7 @@ class Watched:
 
     def __init__(self, known_bad: frozenset[KnownBad]) -> None:
         self.world = World(known_bad=known_bad, auto=False)
+        self.world.engine.sets.rows_at_once, self.world.engine.names.pairs_at_once = 8, 2  # to see what is between slices
         self.seen: dict[Probe, dict[Judged, str]] = defaultdict(dict)  # verdict -> the write after which it was first seen
         self.taught: Pairs = frozenset()
         self._identities: dict[tuple[int, Address], int] = {}
@@ -91,8 +92,11 @@ class Watched:
                 if lesson is not None and writes < lesson[0]:
                     self._teach(lesson)
                     lesson = None
-                    continue
-                return
+                elif self.world.engine.groups.is_behind or self.world.engine.sets.is_behind:
+                    self.world.handle(Tick())
+                else:
+                    return
+                continue
             error = self.world.kernel.apply(write)
             if self._is_felt(write):
                 self._look(f"{write.table} {write.key} = {write.value}")

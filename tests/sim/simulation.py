@@ -209,8 +209,7 @@ class Simulation:
     @property
     def is_inheriting(self) -> bool:
         """Are rows of the process before still judged by, or on their way out?"""
-        groups = self.engine.groups
-        return groups.has_inherited or groups.let_inherited_go_at is not None
+        return self.engine.groups.is_inheriting
 
     def rest(self) -> None:
         """Every fault ends, and everything is done that can be."""
@@ -619,6 +618,12 @@ class Histories(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.01, 0.3, 1.1, 5.2, 12.0)))
     def time_goes_by(self, seconds: float) -> None:
         self.sim.advance(seconds)
+
+    @rule(count=st.integers(1, 8))
+    def some_slices(self, count: int) -> None:
+        """Of what takes several: what comes next comes between two of them."""
+        for _ in range(count):
+            self.sim.handle(Tick())
 
     @rule(seconds=st.sampled_from((0.5, 7.0, 100.0)))
     def machine_sleeps(self, seconds: float) -> None:

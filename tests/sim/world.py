@@ -302,6 +302,8 @@ class World:
         self.handle(PoliciesChanged(policies, "start"))
         for source in sorted(SOURCES):
             self.handle(SourceReported(source))
+        if self.auto:
+            self.advance(0.0)  # where it takes several slices
 
     def restart(self, *policies: Policy, kept: int | None = None) -> None:
         """The process dies where it stands and another one starts from the journal and the kernel's rows.
