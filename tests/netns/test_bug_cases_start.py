@@ -39,9 +39,6 @@ RECORDS: dict[str, Sequence[str]] = {
     **{f"n{host}.a.test.": [f"A 198.18.1.{host}"] for host in range(1, 101)},
 }
 COUNTING_SERVER, OWN_SERVER = "198.51.100.60", "203.0.113.53"
-HEAD = "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\nmetadata: {name: p}\nspec:\n"
-SELECTED = "  endpointSelector: {matchLabels: {app: APP}}\n  egress: [{toFQDNs: [{matchPattern: NAME}]PORTS}]\n"
-
 # Answers every question for an A record by an address, the same or the next one each time.
 _NAME_SERVER = """
 import ipaddress, socket, sys
@@ -128,6 +125,18 @@ def lab() -> Iterator[Lab]:
         for peer in PEERS:
             lab.run(lab.internet, "ip", "route", "add", "local", peer, "dev", "lo")
         yield lab
+
+
+def policy_for(app: str, peer: str) -> str:
+    """For the endpoints with this label: what `peer`, an entry of toFQDNs, selects, at port 443."""
+    return f"""\
+apiVersion: cilium.io/v2
+kind: CiliumNetworkPolicy
+metadata: {{name: {app}}}
+spec:
+  endpointSelector: {{matchLabels: {{app: {app}}}}}
+  egress: [{{toFQDNs: [{peer}], toPorts: [{{ports: [{{port: '443'}}]}}]}}]
+"""
 
 
 def start_name_server(lab: Lab, address: str, first: str, step: int) -> None:
@@ -333,8 +342,7 @@ def test_case_012_a_connection_from_before_the_start_is_ended(lab: Lab, tmp_path
 
 def test_case_014_an_endpoint_without_a_policy_is_open_and_one_without_its_row_is_not(lab: Lab, tmp_path: Path) -> None:
     """Not selected means open, and status says so; a row that is removed is missed, and what it drops has a reason (16, 22)."""
-    policy = HEAD + SELECTED.replace("APP", "nobody").replace("NAME", "a.test").replace("PORTS", "")
-    with RunningAgent(lab, policy, tmp_path / "agent") as agent:
+    with RunningAgent(lab, policy_for("nobody", "{matchName: a.test}"), tmp_path / "agent") as agent:
         assert connect(lab, "203.0.113.9") == "connected"
         said = command(agent, "status")
         assert said.returncode == 0
@@ -383,7 +391,7 @@ def test_case_015_an_interface_that_comes_later_is_taken_over_or_told(lab: Lab, 
             passed = times_at(far.path, "203.0.113.9")
             print(f"\n{len(passed)} datagrams passed, the last {max(passed, default=at) - at:.3f} s after the making")
             assert max(passed, default=at) - at < 1
-            assert set(drop_counts(agent)) <= {"policy", "source"}
+            assert set(drop_counts(agent)) <= {"policy", "source", "neighbour-claim"}
             assert ask(lab, "a.test", server="203.0.113.9").status == "NOERROR"
             agent.inject(delay=0.5)
             make_late(lab, 2)
@@ -433,12 +441,7 @@ def links_on(lab: Lab, interface: str) -> list[int]:
 @pytest.mark.parametrize("comes", ["with-the-start", "while-a-flow-runs"])
 def test_case_018_a_selector_of_another_endpoint_closes_nothing(lab: Lab, tmp_path: Path, comes: str) -> None:
     """B's `*` claims the address that A has by name: A's flow loses nothing, and what A needs is there before B's reply (8)."""
-    a = HEAD + SELECTED.replace("APP", "e1").replace("NAME", "both.test").replace(
-        "PORTS", ", toPorts: [{ports: [{port: '443', protocol: ANY}]}]"
-    )
-    b = HEAD.replace("name: p", "name: q") + SELECTED.replace("APP", "e2").replace("NAME", "'*'").replace("PORTS", "")
-    dns = '  - {toEntities: [world], toPorts: [{ports: [{port: "53"}], rules: {dns: [{matchPattern: "*"}]}}]}\n'
-    b = b.replace("egress: [{toFQDNs", "egress:\n  - {toFQDNs").replace("}]}]\n", "}]}\n") + dns
+    a, b = policy_for("e1", "{matchName: both.test}"), policy_for("e2", "{matchPattern: '*'}")
     other = lab.clients[1]
     first = f"{a}---\n{b}" if comes == "with-the-start" else a
     with RunningAgent(lab, first, tmp_path / "agent") as agent:

@@ -206,12 +206,14 @@ def test_a_permission_that_goes_cuts_within_one_packet(lab: Lab, tmp_path: Path,
 
 
 def test_the_end_of_a_lifetime_cuts_nothing(lab: Lab, tmp_path: Path) -> None:
-    """The name is forgotten and its address closed to new flows; of the running ones every packet gets out."""
+    """The name is forgotten and its address closed to new flows; of the running ones every packet gets out, also when they are
+    judged again, for another reason, by the identity that the address had."""
     dns = {"ttl-floor": "1s", "ttl-cap": "1s", "keep-while-flow-seen": "1s", "keep-past-lifetime": "1s"}
     with RunningAgent(lab, ALLOWED, tmp_path / "agent", dns=dns) as agent:
         assert {ask(lab, "a.test", kind).status for kind in ("A", "AAAA")} == {"NOERROR"}
         with Talk(lab) as talk:
             agent.await_status(lambda status: status["names"] == 0, within_s=10)
+            agent.apply(ALLOWED + "b.test\n")
             assert {connect(lab, address, PORT) for address in ADDRESSES} == {"connection refused"}
             talk.await_packets(talk.far, 50)
         near, far = talk.near(), talk.far()

@@ -225,8 +225,8 @@ def test_killed_at_random_moments(lab: Lab, agent: RunningAgent) -> None:
 
     undisturbed(kill).judge()
     assert len(numbers) > 20
-    assert outcomes["first-try"] > 5 * KILLS
     assert outcomes["first-try"] + outcomes["no-address"] == outcomes["asked"], outcomes
+    assert outcomes["first-try"] > KILLS
 
 
 # --- policies are replaced -----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,35 +17,12 @@ import pytest
 from tests.netns.asking import ask, connect
 from tests.netns.lab import Lab
 from tests.netns.running import RunningAgent
+from tests.netns.sending import Stream
 
 pytestmark = pytest.mark.root
 
 RECORDS = {f"n{host}.a.test.": [f"A 198.51.100.{host}", f"AAAA 2001:db8:53::{host}"] for host in range(10, 40)}
 POLICY = "*.a.test:443\n198.51.100.200/32:7/udp\n!198.51.100.201/32\n"
-
-# Numbered datagrams at a steady pace to an echo server, until standard input ends; then how many came back.
-STREAM = """
-import contextlib, select, socket, sys, time
-s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-s.connect((sys.argv[1], int(sys.argv[2])))
-s.setblocking(False)
-sent, heard, begun = 0, set(), time.monotonic()
-print("streaming", flush=True)
-
-def hear(within):
-    while select.select([s], [], [], max(0, within))[0]:
-        with contextlib.suppress(OSError):  # refused: an ICMP message came back
-            heard.add(s.recv(64))
-
-while not select.select([sys.stdin], [], [], 0)[0]:
-    time.sleep(max(0, begun + sent * 0.002 - time.monotonic()))
-    with contextlib.suppress(OSError):
-        s.send(str(sent).encode())
-    sent += 1
-    hear(0)
-hear(0.5)
-print(sent, len(heard), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +35,6 @@ def lab() -> Iterator[Lab]:
 def agent(lab: Lab, tmp_path: Path) -> Iterator[RunningAgent]:
     with RunningAgent(lab, POLICY, tmp_path / "agent") as agent:
         yield agent
-
-
-class Stream:
-    """A client that sends and counts what comes back."""
-
-    def __init__(self, lab: Lab, address: str, port: int) -> None:
-        command = ["nsenter", f"--net=/run/netns/{lab.client.namespace}", sys.executable, "-c", STREAM, address, str(port)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "streaming\n"
-
-    def end(self) -> tuple[int, int]:
-        """How many were sent, and how many came back."""
-        said, _ = self._process.communicate("end\n", timeout=20)
-        sent, heard = map(int, said.split())
-        return sent, heard
 
 
 def learned(agent: RunningAgent) -> dict[str, Any]:
