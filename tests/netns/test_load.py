@@ -29,7 +29,7 @@ from tests.netns.running import RunningAgent
 pytestmark = pytest.mark.root
 
 KILLS: Final = int(os.environ.get("LOAD_KILLS", "5"))
-REPLACEMENTS: Final = int(os.environ.get("LOAD_REPLACEMENTS", "10"))
+REPLACEMENTS: Final = int(os.environ.get("LOAD_REPLACEMENTS", "25"))
 SEED: Final = int(os.environ.get("LOAD_SEED", "1"))
 
 PER_SECOND: Final = 20_000
@@ -106,8 +106,7 @@ class Carried:
         return max(self.delay_ms, self.gap_ms - self.overslept_ms)
 
     def judge(self) -> None:
-        assert self.allowed > PER_SECOND / 4
-        assert self.denied > PER_SECOND / 4
+        assert min(self.allowed, self.denied) > 1_000
         assert (self.lost, self.passed, self.twice) == (0, 0, 0), self
 
 
@@ -284,7 +283,6 @@ def test_policies_are_replaced(lab: Lab, agent: RunningAgent) -> None:
         assert changed > 0.9 * REPLACEMENTS
         assert set(lookups.looked.codes) == {"0"}
         assert len(lookups.looked.took) == lookups.looked.sent
-        assert lookups.looked.took[-1] < 1
         return traffic.carried
 
     before = undisturbed(calm)

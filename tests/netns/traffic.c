@@ -33,7 +33,7 @@
 #include <unistd.h>
 
 enum { STREAMS_MAX = 64, PORTS_MAX = 16, BATCH_MAX = 128, TICK_NS = 1000000, FLOW_TICKS = 100, SILENCE_MS = 200 };
-/* An hour of one stream at 20,000 a second; memory is touched as far as numbers go. */
+/* Most of an hour of a single stream at 20,000 a second; memory is touched as far as numbers go. */
 #define NUMBERS_MAX (1U << 26)
 
 struct datagram {
