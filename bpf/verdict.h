@@ -19,7 +19,7 @@
  *  6. A later fragment is judged as its first one was; it never opens a flow. Without a first that passed it is dropped, and
  *     where it would write over what the first one holds (RFC 3128, RFC 5722).
  *  7. A packet of a live flow of the present set passes.
- *     a. A flow too long without a packet, and a TCP connection closed by both sides that is opened anew, is no flow.
+ *     a. A flow too long without a packet, and a connection (TCP, SCTP) that is over and opened anew, is no flow.
  *     b. A TCP SYN against the direction of a live flow is not of that flow: judged as new, the flow is left as it is.
  *     c. An ICMP error goes to the sender of what it is about. It has the verdict of that flow, and changes nothing in it. About
  *        no flow, or to somebody else: dropped.

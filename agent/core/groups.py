@@ -336,7 +336,7 @@ class Groups:
             self._await(plan, map(table.reference, static))
         # Endpoints that get a scope of their own find in it what their selectors hold.
         for number, scope in plan.scopes.items():
-            if scope not in (SCOPE_SHARED, endpoints[number].scope):
+            if number in self.endpoints and scope not in (SCOPE_SHARED, endpoints[number].scope):
                 fqdn_labels = plan.groups[number].compiled.fqdn_labels
                 for rows in self._names.copy_scope(SCOPE_SHARED, scope, fqdn_labels, now):
                     self._await(plan, rows)
@@ -460,6 +460,7 @@ class Groups:
 
     def _abort(self, plan: _Plan, error: str, now: float) -> Outcome:
         """Nothing in force was touched: what was prepared goes, the policies in force stay."""
+        plan.preparing.clear()
         self._reconciler.barriers.cancel(plan.barrier)
         self._names.stop_coming()
         self._ending += (self._end(number, (), ()) for number in plan.new_sets)

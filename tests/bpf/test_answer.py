@@ -179,10 +179,8 @@ def test_too_many_questions(kernel: Answering, client: str, peer: str) -> None:
     question = frame(client, peer, UDP, udp(40000, 53))
     assert kernel.run("from_endpoint", question, repeat=500).frame == question
     assert kernel._counts() == {Reason.PASS_REDIRECT: 500}
-    for _ in range(50):  # one is due every 20 ms
-        run = kernel.run("from_endpoint", question)
-        if run.frame != question:
-            break
+    runs = (kernel.run("from_endpoint", question) for _ in range(50))  # one is due every 20 ms
+    run = next(run for run in runs if run.frame != question)
     assert run.action == _REDIRECT
     assert (
         _opened(run.frame, client, peer, ICMPV6 if ":" in client else ICMP)[8:]

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.root
 _CONTAINER, _CONTAINER6 = "10.98.0.2", "2001:db8:98::2"
 
 
-def test_tags_the_stack_takes_off(scene: Scene) -> None:
+def test_vlans_the_stack_takes_off(scene: Scene) -> None:
     """A tag in front of the hook counts like one in the frame: seen through, also with a second behind it, but not for DNS."""
     with scene.opened() as datapath:
         datapath.apply([known_as(HOST, HOSTS)])
@@ -139,10 +139,22 @@ def _wait_for_addresses(namespace: str) -> None:
         time.sleep(0.1)
 
 
+def test_a_mark_proves_nothing(scene: Scene) -> None:
+    """A packet that is carried on under the agent's mark, as somebody's firewall may set it, is judged like any other."""
+    rules = "add chain ip lab in { type filter hook prerouting priority 0; iifname inner meta mark set 0xa00; }"
+    with a_container(scene) as container, scene.opened() as datapath, inside(scene.lab.client), echo(CLIENT):
+        assert _asks(container, CLIENT, 80) == b"A"
+        with inside(scene.lab.host):
+            subprocess.run(["nft", rules], check=True, timeout=20)
+            datapath.attach(scene.attach)
+        assert _asks(container, CLIENT, 80) != b"A"
+        assert (counted(datapath, Reason.DROP_POLICY), counted(datapath, Reason.PASS_AGENT)) == (1, 0)
+
+
 def test_what_an_uplink_forwards(scene: Scene) -> None:
     """With both directions closed, what others send through the host passes, masqueraded or not, and is answered.
 
-    The host's own packets do not pass, nor what a peer sends to the host, whatever interface that address is on.
+    The host's own packets do not pass, nor what a peer sends to the host.
     """
     attach = Attach(1, scene.lab.interface, scene.lab.ifindex, Orientation.UPLINK)
     with a_container(scene) as container, inside(scene.lab.host):
@@ -165,9 +177,11 @@ def test_what_an_uplink_forwards(scene: Scene) -> None:
             assert counted(datapath, Reason.PASS_FLOW) >= 1
             flows = [flow for flow in datapath.flows() if flow.exempt]
             assert [(flow.local, flow.remote, flow.protocol) for flow in flows] == [(packed(HOST), packed(CLIENT), 17)]
-            with echo(HOST, "10.98.0.1"):
-                for address in (HOST, "10.98.0.1"):
-                    assert scene.lab.asks(socket.SOCK_DGRAM, address, 80, b"a") != b"A"
+            forwarded, dropped = counted(datapath, Reason.PASS_FORWARDED), counted(datapath, Reason.DROP_POLICY)
+            for address in (HOST, "10.98.0.1"):  # the host's, whatever interface it is on
+                _asks(scene.lab.client, address, 80)
+            assert counted(datapath, Reason.PASS_FORWARDED) == forwarded
+            assert counted(datapath, Reason.DROP_POLICY) == dropped + 2
             assert _asks(container, CLIENT6, 53) != b"A"  # not to the proxy either: nobody is there, and it says so
             assert counted(datapath, Reason.PASS_REDIRECT) == counted(datapath, Reason.DROP_NO_GATE) == 0
         finally:

@@ -51,13 +51,14 @@ def test_an_ended_flow_stays_ended(kernel: KernelJudge) -> None:
     assert kernel.judge(EGRESS, question) is R.PASS_POLICY
     kernel.apply([group(2, ingress=False)])
     assert kernel.judge(EGRESS, question) is R.DROP_POLICY
+    kernel.advance(110)
+    assert kernel.judge(INGRESS, answer) is R.DROP_FLOW_ENDED
     flood(kernel, inward=True)
     assert not [flow for flow in kernel.flows() if flow[3] == 4], "the flood was too small to push it out"
     assert [(flow.local_port, flow.state) for flow in kernel.tables.flows() if flow.local_port == 4] == [(4, FlowState.ENDED)]
+    kernel.advance(110)
     assert kernel.judge(INGRESS, answer) is R.DROP_FLOW_ENDED
     assert kernel.judge(EGRESS, question) is R.DROP_POLICY
-    kernel.advance(119)
-    assert kernel.judge(INGRESS, answer) is R.DROP_FLOW_ENDED
     kernel.advance(119)
     assert kernel.judge(INGRESS, answer) is R.DROP_FLOW_ENDED
 

@@ -38,6 +38,7 @@ from tests.packets import (
     extended,
     fragment4,
     fragment6,
+    frame,
     ip,
     tcp,
     udp,
@@ -217,6 +218,12 @@ def _tcp_flags() -> Iterator[Case]:
         )
 
 
+def _cut_by_length(whole: bytes) -> bytes:
+    """A packet whose own length leaves out its last 20 octets, which are padding then."""
+    at = 16 if whole[12:14] == b"\x08\x00" else 18
+    return whole[:at] + (int.from_bytes(whole[at : at + 2], "big") - 20).to_bytes(2, "big") + whole[at + 2 :]
+
+
 def _icmp_errors() -> Iterator[Case]:
     for is_v6 in (False, True):
         client, peer, protocol = (CLIENT6, PEER6, ICMPV6) if is_v6 else (CLIENT, PEER, ICMP)
@@ -273,6 +280,7 @@ def _icmp_errors() -> Iterator[Case]:
             (
                 out(OPENING, R.PASS_POLICY, to=peer),
                 back(whole[:8], R.DROP_MALFORMED, protocol, by=peer),
+                Sees(INGRESS, _cut_by_length(frame(peer, client, protocol, whole)), R.DROP_MALFORMED),
                 back(whole[: 8 + 19], R.DROP_MALFORMED, protocol, by=peer),
                 back(patched(whole, 8, b"\x55"), R.DROP_MALFORMED, protocol, by=peer),
             ),

@@ -176,16 +176,16 @@ def _fragments() -> Iterator[Case]:
             group(3),
             part(bytes(8), 3, R.DROP_FLOW_ENDED),
         )
-    for what, place, more in (("first", 0, True), ("later", 3, False)):
-        yield Case(
-            f"6 v6: a {what} one with an extension header behind its own",
-            "its ports would be looked for where the end will not find them (RFC 7112)",
-            EVERYTHING,
-            (
-                Sees(EGRESS, fragment6(CLIENT6, PEER6, 60, b"\x11" + bytes(7) + DATAGRAM, place, more, 3), R.DROP_FRAGMENT),
-                Sees(INGRESS, fragment6(PEER6, CLIENT6, 51, b"\x11" + bytes(7) + DATAGRAM, place, more, 3), R.DROP_FRAGMENT),
-            ),
-        )
+    yield Case(
+        "6 v6: with an extension header behind the fragment's",
+        "its ports would be looked for where the end will not find them (RFC 7112)",
+        EVERYTHING,
+        (
+            Sees(EGRESS, fragment6(CLIENT6, PEER6, 60, b"\x11" + bytes(7) + DATAGRAM, 0, True, 3), R.DROP_FRAGMENT),
+            Sees(EGRESS, fragment6(CLIENT6, PEER6, 60, bytes(8), 3, False, 3), R.DROP_FRAGMENT),
+            Sees(INGRESS, fragment6(PEER6, CLIENT6, 51, b"\x11" + bytes(7) + DATAGRAM, 0, True, 3), R.DROP_FRAGMENT),
+        ),
+    )
     header = struct.pack(">BBHI", UDP, 0, 1, 3)
     yield Case(
         "6 v6: extension headers before the fragment's",

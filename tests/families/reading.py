@@ -30,6 +30,7 @@ from tests.packets import (
     TCP,
     UDP,
     arp,
+    echo,
     ethernet,
     extended,
     frame,
@@ -90,6 +91,8 @@ def _lengths() -> Iterator[Case]:
         ("SCTP: a header without a chunk", sent_frame(bytes(12), SCTP), R.PASS_POLICY),
         ("ICMP: 7 octets", sent_frame(b"\x08" + bytes(6), ICMP), R.DROP_MALFORMED),
         ("ICMP: 8 octets", sent_frame(b"\x08" + bytes(7), ICMP), R.PASS_POLICY),
+        ("ICMP: a header that ends in the padding", patched(sent_frame(echo(8, 1), ICMP), 16, short(24)), R.DROP_MALFORMED),
+        ("SCTP: a header that ends in the padding", patched(sent_frame(bytes(12), SCTP), 16, short(28)), R.DROP_MALFORMED),
         ("ICMPv6: 7 octets", sent_frame(b"\x80" + bytes(6), ICMPV6, is_v6=True), R.DROP_MALFORMED),
         ("ICMPv6 in IPv4 is a protocol like any other", sent_frame(b"", ICMPV6), R.PASS_POLICY),
         ("ICMP in IPv6 is a protocol like any other", sent_frame(b"", ICMP, is_v6=True), R.PASS_POLICY),
@@ -234,7 +237,7 @@ def _extension_headers() -> Iterator[Case]:
         )
 
 
-def _tags() -> Iterator[Case]:
+def _vlans() -> Iterator[Case]:
     rows = (rule(ALLOW), rule(REDIRECT, 0, UDP, 53), rule(REDIRECT, 0, TCP, 53))
     for what, vlans in (
         ("one tag", (0x8100,)),
@@ -303,4 +306,4 @@ def _tags() -> Iterator[Case]:
     )
 
 
-FAMILY: Final = (*_lengths(), *_ethertypes(), *_options(), *_extension_headers(), *_tags())
+FAMILY: Final = (*_lengths(), *_ethertypes(), *_options(), *_extension_headers(), *_vlans())
