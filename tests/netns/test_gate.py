@@ -68,12 +68,17 @@ def test_no_first_packet_is_lost(tmp_path: Path, dns: str, without: list[str]) -
 
 
 def test_the_judge_sees_a_gate_that_releases_first(tmp_path: Path) -> None:
-    """With the known-bad switch the reply leaves before its row is written: then first packets are lost, and it shows."""
+    """With the known-bad switch the reply leaves before its row is written: then first packets are lost, and it shows.
+
+    The write comes a millisecond later, as from a loop that applies what has piled up: a write right behind the reply loses
+    packets as well, but how many depends on which processor has time.
+    """
     testing = {"known-bad": ["release-first"]}
     with Lab(fresh=NAMES) as lab, RunningAgent(lab, POLICY, tmp_path / "agent", testing=testing) as agent:
+        agent.inject(delay=0.001)
         names = ("--count", str(NAMES), "--server", NAME_SERVERS[0], "--spin")
         said, seen, _ = run_clients(lab, tmp_path, 0, *names)
         early = seen.early(agent.acknowledged_at_ns())
         print(f"\nrelease first: {said} {seen.summary()} early {len(early)}")
-        assert len(seen.lost) >= 10
+        assert len(seen.lost) > NAMES // 2
         assert len(early) > NAMES // 2

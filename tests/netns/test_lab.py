@@ -33,9 +33,7 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-def run_clients(
-    lab: Lab, tmp_path: Path, *arguments: str, client: int = 0
-) -> tuple[dict[str, int], Judgement]:
+def run_clients(lab: Lab, tmp_path: Path, *arguments: str, client: int = 0) -> tuple[dict[str, int], Judgement]:
     """What the client says happened, and what the captures of both sides say."""
     asker = lab.clients[client]
     near = lab.capture(asker.namespace, asker.device, "udp or tcp", name=f"{tmp_path.name}-near")

@@ -190,8 +190,8 @@ gates: {}
          "namegate.yaml:3: limits.open-questions-per-endpoint: is more than there are for all endpoints together, 8"),
         (SMALLEST + "dns: {ttl-floor: 2h, ttl-cap: 1h}\n", "namegate.yaml:3: dns.ttl-floor: ttl-floor is above ttl-cap"),
         (SMALLEST + "datapath: {mark: 0x10, mark-mask: 0x30}\n",
-         "namegate.yaml:3: datapath.mark: mark 0x10 is the lowest bit of mark-mask 0x30 alone: take another, or a higher one "
-         "with it"),
+         ("namegate.yaml:3: datapath.mark: mark 0x10 is the lowest bit of mark-mask 0x30 alone: take another, or a higher one "
+          "with it")),
         (SMALLEST + "datapath: {mark: auto, mark-mask: 0x30}\n",
          "namegate.yaml:3: datapath.mark-mask: says of which bits `mark` is; without a mark the agent chooses both"),
         (SMALLEST + "testing: {enabled: true, without: [xdp]}\n",
