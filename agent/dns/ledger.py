@@ -1,8 +1,9 @@
 """Questions that were read and are not answered yet, in memory that outlives their reader.
 
 A datagram that was read is in no queue any more: if its reader is killed, the question is lost, and a stub resolver asks again
-after five seconds. So it is noted here before it is looked at, in memory without a name (memfd_create(2)) whose descriptor the
-holder has as well (`agent.holder`), and struck out when its answer leaves. Who reads the sockets next begins with what is left.
+after five seconds. So it is noted here before it is taken from the queue, in memory without a name (memfd_create(2)) whose
+descriptor the holder has as well (`agent.holder`), and struck out when its answer leaves. Who reads the sockets next begins
+with what is left.
 
     slot      number:64 | read at:64 | server:128 | client:128 | client's scope:32 | server's port:16 | client's port:16 | …
               … octets of an address:8 | pad:8 | octets of the message:16 | the message
@@ -82,7 +83,8 @@ class Ledger:
             _NUMBER.pack_into(self._memory, at, 0)
 
     def left(self, now: float) -> list[Noted]:
-        """What is not struck out and not too old, in the order of its coming."""
+        """What is not struck out and not too old, in the order of its coming; we are the one who notes from now on."""
+        self._next = max(self._next, 1 + max(number for number, _ in self._numbers()))
         return [self._noted(number, at) for number, at in sorted(self._numbers()) if number and self._age(at, now) < AGE_S_MAX]
 
     def close(self) -> None:

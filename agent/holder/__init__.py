@@ -2,7 +2,7 @@
 
     agent ── unix socket ── holder
       take                        → its version and process id, how many questions it answered, and the sockets it has
-      serve, with the sockets     keep these; the agent reads from them as long as this connection lives
+      serve, with the sockets     keep these, and say so; from then on the agent reads from them while this connection lives
       leave                       end, and close everything
 
 A socket that is closed leaves the datapath's table of sockets, and with it go the questions and connections that wait in its
@@ -11,8 +11,8 @@ and not answered (`agent.dns.ledger`). Connections that were accepted end with t
 end of the agent's connection to the holder, however it comes about, is the end of the agent; a moment later, if no other one
 serves, the holder reads the sockets itself and answers SERVFAIL.
 
-Rule 1: a datagram is read once, by the one or the other, and who read it answers it. So nothing has to be agreed upon before
-the one begins and the other stops.
+Rule 1: there is one reader at a time, who answers what it reads: the agent begins when the holder has said that it stopped, and
+the holder when the agent is gone. So what is first in a queue stays there until its reader has noted it.
 Rule 2: the holder knows nothing else: no policy, no names, no tables. What it says teaches nobody anything.
 Rule 3: who does not speak the same version gets no sockets from it: their options are part of the version.
 

@@ -67,13 +67,13 @@ class HolderLink:
         return ()
 
     def serve(self, descriptors: Sequence[int]) -> None:
-        """We read from these sockets from now on, and they are to be kept."""
+        """These sockets are to be kept, and nobody else reads from them from now on. Blocks for a moment."""
         self._descriptors = descriptors
         if self._connection is None:
             return
         try:
-            send(self._connection, {"command": "serve", "patience": self._patience_s}, descriptors)
-        except OSError:
+            self._hand_over(self._connection)
+        except (OSError, EOFError, ValueError):
             self._hang_up()
         else:
             asyncio.get_running_loop().add_reader(self._connection.fileno(), self._lost)
@@ -104,18 +104,32 @@ class HolderLink:
             await asyncio.sleep(self._next_start_at - loop.time())
             self._next_start_at = loop.time() + START_EVERY_S
             try:
-                self._connection = await asyncio.to_thread(_reach, self._control)
-                self.serve(self._descriptors)
-            except (OSError, subprocess.SubprocessError) as error:
+                self._connection = await asyncio.to_thread(self._engage)
+            except (OSError, EOFError, ValueError, subprocess.SubprocessError) as error:
                 said = (error.stderr or "").strip() if isinstance(error, subprocess.CalledProcessError) else ""
                 problem = f"nobody keeps the DNS sockets for the next agent: {said or error}"
                 if problem != self.problem:
                     log.error("%s", problem)
                 self.problem = problem
             else:
+                loop.add_reader(self._connection.fileno(), self._lost)
                 self.problem = ""
             self.is_starting = False
         self._starting = None
+
+    def _engage(self) -> socket.socket:
+        """A connection to a holder that has our sockets. Not in the loop: one that hangs is waited for."""
+        connection = _reach(self._control)
+        try:
+            self._hand_over(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        send(connection, {"command": "serve", "patience": self._patience_s}, self._descriptors)
+        receive(connection)
 
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None

@@ -138,6 +138,7 @@ class _Holder:
         command, patience = message.get("command"), message.get("patience")
         if command == "serve" and len(descriptors) == KEPT and isinstance(patience, float):
             self._keep(connection, descriptors, patience)
+            send(connection, {"kept": len(descriptors)})
             return
         close_all(descriptors)
         if command == "take":
