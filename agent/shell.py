@@ -151,6 +151,8 @@ class Shell:
         limits = Limits(
             connections_max=config.limits.tcp_connections,
             connections_per_client_max=config.limits.tcp_connections_per_endpoint,
+            questions_per_second=config.datapath.questions_per_second,
+            question_burst=config.datapath.question_burst,
         )
         self._holder = holder
         self._listeners = Listeners(config.datapath.mark, limits=limits, kept=holder.take() if holder is not None else ())
@@ -191,9 +193,9 @@ class Shell:
         self._compare(start.interfaces)
         self._take([PoliciesChanged(start.policies, _START)])
         self._take([SourceReported(source) for source in sorted(SOURCES)])
-        self._listeners.start(self._loop, self._take, self._gone)
         if self._holder is not None:
             self._holder.serve(self._listeners.descriptors())
+        self._listeners.start(self._loop, self._take, self._gone, self._client_of)
         self._watch = NetworkWatch(self._loop, self._look_around)
         self._look_around()  # what was seen before the programs were built may be long ago
         # A full pass of the collector over a million addresses would stop the one thread for half a second. The core makes no
@@ -240,6 +242,11 @@ class Shell:
 
     def _gone(self, gone: AskerGone) -> None:
         self._take([gone])
+
+    def _client_of(self, address: Address) -> Hashable:
+        """One endpoint is one client by all of its addresses."""
+        endpoint = self._engine.groups.endpoint_at(address)
+        return address if endpoint is None else endpoint
 
     def _take(self, events: Sequence[Event]) -> None:
         """One pass: all that was heard in one wake-up."""
@@ -554,7 +561,7 @@ class Shell:
         return {
             "state": "starting" if starting else "degraded" if reasons else "enforcing",
             "reasons": reasons,
-            "not_enforced": [row["interface"] for row in endpoints if row["state"] == OPEN],
+            "not_enforced": [row["interface"] for row in endpoints if row["state"] in {AUDITED, OPEN}],
             "started_at": self._started_at.isoformat(timespec="seconds"),
             **counts(self._engine),
             "dropped": sum(counter.packets for counter in self._datapath.counters() if counter.reason.is_drop),

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from agent.datapath.model import life_of
 from agent.datapath.syscall import Batch
 
 _NS: Final = 1_000_000_000
+_SO_COOKIE: Final = 57  # <asm-generic/socket.h>
 _CLOSED_BY_BOTH: Final = (1 << Direction.EGRESS) | (1 << Direction.INGRESS)
 _CLOCKS_APART_S: Final = 1.0  # processors' clocks differ by far less, and remembering for a second more is nothing
 _BATCH: Final = 1_024
@@ -51,6 +54,12 @@ class Flow(NamedTuple):
     exempt: bool  # of an uplink: passes unjudged, see bpf/verdict.h 4a
     last: float
     ends: float  # when it is no flow any more, unless another packet comes
+
+
+def _cookie_of(fd: int) -> bytes:
+    """The number of a socket, which the kernel also gives as the value of its row."""
+    with socket.socket(fileno=os.dup(fd)) as opened:
+        return opened.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, abi.U64.size)
 
 
 def _flow(key: bytes, value: bytes) -> Flow:
@@ -253,8 +262,12 @@ class KernelTables:
         self._set("settings", index, abi.U32.pack(value))
 
     def set_dns_socket(self, key: int, fd: int) -> None:
-        """key: (IPv6 ? 2 : 0) | (TCP ? 1 : 0); fd: a bound UDP or listening TCP socket. Its row goes when the socket does."""
-        self._set("dns_sockets", key, abi.U64.pack(fd))
+        """key: (IPv6 ? 2 : 0) | (TCP ? 1 : 0); fd: a bound UDP or listening TCP socket. Its row goes when the socket does.
+
+        One that is in the row already is left there: a process that took it over has nothing to change.
+        """
+        if syscall.map_lookup(self._rows_by_map["dns_sockets"].fd, abi.U32.pack(key), abi.U64.size) != _cookie_of(fd):
+            self._set("dns_sockets", key, abi.U64.pack(fd))
 
     def drop_dns_socket(self, key: int) -> None:
         with contextlib.suppress(FileNotFoundError, OSError):

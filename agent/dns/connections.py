@@ -1,7 +1,8 @@
 """TCP connections of clients: messages behind two octets of length (RFC 1035 4.2.2), answered in any order (RFC 7766 6.2.1.1).
 
 Rule 1: one client cannot keep another out: at a bound the connection that made no progress for longest gives way, of the
-client's own when it is the client's bound.
+client's own when it is the client's bound. A client is an endpoint, whatever addresses it uses. Questions inside a connection
+pass by the program, which limits an endpoint's others (DECISIONS 21): here they wait.
 Rule 2: part of a message is no progress, so a sender of one octet a second cannot stay for ever.
 Rule 3: who is told of the end of a connection is told from the loop, never from inside a call of ours: an answer may fail to be
 sent while the core's effects are being performed, and the core is not entered twice.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from struct import Struct
 
 from agent.core.events import AskerGone, Query
@@ -24,6 +25,8 @@ ACCEPT_MAX = 64
 MESSAGE_OCTETS_MAX = 65535
 # How long to leave the queue of new connections alone when there is no descriptor for the next one.
 ACCEPT_PAUSE_SECONDS = 0.1
+# Rather than until the very next question is due, for which all connections of a client would wake up.
+PUT_OFF_SECONDS = 0.05
 
 _LENGTH = Struct("!H")
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -39,7 +42,10 @@ class Turn:
 
 
 class Connections:
-    """All connections accepted from `listeners`, which listen on loopback and get what the gate assigns to them."""
+    """All connections accepted from `listeners`, which listen on loopback and get what the gate assigns to them.
+
+    client_of: whose address it is.
+    """
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class Connections:
         counters: Counters,
         on_queries: Callable[[list[Query]], None],
         on_gone: Callable[[AskerGone], None],
+        client_of: Callable[[Address], Hashable] = lambda address: address,
     ) -> None:
         self.loop = loop
         self.limits = limits
@@ -58,7 +65,9 @@ class Connections:
         self._listeners = listeners
         self._own = [server_and_port(listener) for listener in listeners]
         self._held: dict[Connection, None] = {}
-        self._held_by_client: dict[Address, dict[Connection, None]] = {}
+        self._held_by_client: dict[Hashable, dict[Connection, None]] = {}
+        self._client_of = client_of
+        self._due_by_client: dict[Hashable, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._listen()
 
@@ -93,7 +102,8 @@ class Connections:
             else:
                 self._admit(accepted, packed_of(listener.family, sender[0]), server, port)
 
-    def _admit(self, accepted: socket.socket, client: Address, server: Address, port: int) -> None:
+    def _admit(self, accepted: socket.socket, sender: Address, server: Address, port: int) -> None:
+        client = self._client_of(sender)
         of_client = self._held_by_client.get(client, {})
         if len(of_client) >= self.limits.connections_per_client_max:
             has_room = self._make_room(of_client)
@@ -103,7 +113,7 @@ class Connections:
             self.counters.connections_refused += 1
             accepted.close()
             return
-        connection = Connection(self, accepted, client, server, port)
+        connection = Connection(self, accepted, client, sender, server, port)
         self._held[connection] = None
         self._held_by_client.setdefault(client, {})[connection] = None
         if "sweep" not in self._timers:
@@ -119,12 +129,25 @@ class Connections:
 
     def _sweep(self) -> None:
         del self._timers["sweep"]
-        before = self.loop.time() - self.limits.idle_seconds
+        now = self.loop.time()
+        self._due_by_client = {client: due for client, due in self._due_by_client.items() if due > now}
+        before = now - self.limits.idle_seconds
         for connection in [connection for connection in self._held if connection.progress_at < before]:
             connection.close()
             self.counters.connections_idle += 1
         if self._held:
             self._timers["sweep"] = self.loop.call_later(self.limits.idle_seconds / 4, self._sweep)
+
+    def may_ask(self, client: Hashable) -> bool:
+        """One more question, by the same reckoning as in bpf/verdict.h, 9a."""
+        if not self.limits.questions_per_second:
+            return True
+        step, now = 1 / self.limits.questions_per_second, self.loop.time()
+        due = max(self._due_by_client.get(client, now), now)
+        if due - now + step > self.limits.question_burst * step:
+            return False
+        self._due_by_client[client] = due + step
+        return True
 
     def drop(self, connection: Connection, open_turns: list[Turn]) -> None:
         """The connection closed itself; these questions of it were open."""
@@ -178,8 +201,17 @@ def packed_of(family: int, text: str) -> Address:
 class Connection:
     """One connection. It closes itself when the client is done, breaks off, or stands still."""
 
-    def __init__(self, connections: Connections, accepted: socket.socket, client: Address, server: Address, port: int) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        accepted: socket.socket,
+        client: Hashable,
+        sender: Address,
+        server: Address,
+        port: int,
+    ) -> None:
         self.client = client
+        self._sender = sender
         self.progress_at = connections.loop.time()
         self._connections = connections
         self._socket = accepted
@@ -190,7 +222,7 @@ class Connection:
         self._open: dict[Turn, None] = {}
         self._is_ending = False  # the client has shut its side: answer what is open, then close
         self._is_closed = False
-        self._parse_is_due = False
+        self._parse_is_due = self._is_put_off = False
         self._reads = self._writes = False
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -236,7 +268,7 @@ class Connection:
     @property
     def _has_room(self) -> bool:
         limits = self._connections.limits
-        return len(self._open) < limits.open_max and len(self._unsent) < limits.unsent_octets_max
+        return not self._is_put_off and len(self._open) < limits.open_max and len(self._unsent) < limits.unsent_octets_max
 
     def _parse_again(self) -> None:
         """Whole messages may have waited for room. In a callback of its own: the batch before may still be worked on."""
@@ -256,9 +288,12 @@ class Connection:
             end = at + 2 + (unread[at] << 8 | unread[at + 1])
             if len(unread) < end:
                 break
+            if not self._connections.may_ask(self.client):
+                self._put_off()
+                break
             turn = Turn(self)
             self._open[turn] = None
-            queries.append(Query(turn, self.client, self._server, self._port, PROTOCOL_TCP, bytes(unread[at + 2 : end])))
+            queries.append(Query(turn, self._sender, self._server, self._port, PROTOCOL_TCP, bytes(unread[at + 2 : end])))
             at = end
         if queries:
             del unread[:at]
@@ -266,6 +301,15 @@ class Connection:
         self._settle()
         if queries:
             self._connections.hand_over(queries)
+
+    def _put_off(self) -> None:
+        self._is_put_off = True
+        self._connections.counters.connections_put_off += 1
+        self._connections.loop.call_later(PUT_OFF_SECONDS, self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_put_off = False
+        self._parse()
 
     def _write(self) -> None:
         try:
@@ -286,7 +330,7 @@ class Connection:
 
         The end is only read when there was room, so by then every whole message has been handed over.
         """
-        if self._is_ending and self.is_idle:
+        if self._is_ending and self.is_idle and not self._is_put_off:
             self.close()
             return
         self._want(reads=self._has_room and not self._is_ending, writes=bool(self._unsent))

@@ -110,10 +110,14 @@ class Listeners:
         loop: asyncio.AbstractEventLoop,
         on_queries: Callable[[list[Query]], None],
         on_gone: Callable[[AskerGone], None],
+        client_of: Callable[[Address], Hashable] = lambda address: address,
     ) -> None:
-        """Take questions from now on: `on_queries` gets those of one wake-up together, `on_gone` who no longer waits."""
+        """Take questions from now on: `on_queries` gets those of one wake-up together, `on_gone` who no longer waits.
+
+        client_of: to whom the bounds of connections apply.
+        """
         self._loop = loop
-        self._connections = Connections(loop, self._streams, self.limits, self.counters, on_queries, on_gone)
+        self._connections = Connections(loop, self._streams, self.limits, self.counters, on_queries, on_gone, client_of)
         for listener in self._datagrams:
             loop.add_reader(listener.socket.fileno(), _hand_over, listener, on_queries)
         left = [_asked(noted) for noted in self._ledger.left(loop.time())]
@@ -252,7 +256,7 @@ class _DatagramListener:
         now = time.monotonic()
         for _ in range(DRAIN_MAX):
             try:
-                message, ancillary, _, sender = receive(MESSAGE_OCTETS_MAX, _ANCILLARY_OCTETS)
+                message, ancillary, _, sender = receive(MESSAGE_OCTETS_MAX, _ANCILLARY_OCTETS, socket.MSG_PEEK)
             except BlockingIOError:
                 break
             except OSError:
@@ -260,9 +264,11 @@ class _DatagramListener:
             server, port = self._read_ancillary(ancillary)
             if server is None or (server, port) == self._own:
                 self._counters.datagrams_direct += 1
-                continue
-            asker = DatagramAsker(sender, server, port, self._ledger.note(server, port, sender, message, now))
-            queries.append(Query(asker, packed_of(family, sender[0]), server, port, PROTOCOL_UDP, message))
+            else:
+                # Noted before it leaves the queue: a death at any moment leaves it in the one or in the other.
+                asker = DatagramAsker(sender, server, port, self._ledger.note(server, port, sender, message, now))
+                queries.append(Query(asker, packed_of(family, sender[0]), server, port, PROTOCOL_UDP, message))
+            self.socket.recv(1)
         return queries
 
     def _read_ancillary(self, ancillary: list[tuple[int, int, bytes]]) -> tuple[Address | None, int]:

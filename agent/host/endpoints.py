@@ -104,9 +104,9 @@ class HostEndpoints:
         wrong = {name: _absent(name) for name in self._by_name if name not in interfaces.links}
         found = self._number(interfaces, gone, wrong)
         self._host = interfaces.host_addresses()
-        before, self._owners = self._owners, {}
+        self._owners = {}
         self._networks = {}
-        addresses = {each.number: self._given(each, interfaces, before, wrong) for each in found}
+        addresses = {each.number: self._given(each, interfaces, wrong) for each in found}
         for each in found:
             addresses[each.number] += self._learned(each, interfaces)
             if not addresses[each.number] and each.name not in wrong:
@@ -154,9 +154,7 @@ class HostEndpoints:
 
     # --- from which addresses ------------------------------------------------------------------------------------------
 
-    def _given(
-        self, each: _Found, interfaces: Interfaces, owners: Mapping[Address, int], wrong: dict[str, str]
-    ) -> tuple[Address, ...]:
+    def _given(self, each: _Found, interfaces: Interfaces, wrong: dict[str, str]) -> tuple[Address, ...]:
         """What configuration and routes say, but for what is another's."""
         if each.settings.orientation is Orientation.UPLINK:
             given = interfaces.addresses_on(each.link.ifindex)

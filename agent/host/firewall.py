@@ -124,7 +124,7 @@ class Firewall:
         found: dict[str, int] = {}
         for each in self.nft:
             rule = each.get("rule")
-            if rule is not None and (bits := _mark_bits(rule["expr"])):
+            if rule is not None and (bits := _mark_bits(rule)):
                 title = f"nftables {' '.join(_table_of(rule))} {rule['chain']}"
                 found[title] = found.get(title, 0) | bits
         for command, text in self.tables.items():
@@ -169,7 +169,16 @@ def _table_of(each: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_opaque(rule: Mapping[str, Any]) -> bool:
-    return any("xt" in expression for expression in rule["expr"])
+    return any(kind == "xt" for kind, _ in _statements(rule))
+
+
+# What nft has no JSON for, as a jump into a chain without a name, it writes as in its own language.
+_TEXT: Final = "text"
+
+
+def _statements(rule: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for expression in rule["expr"]:
+        yield from expression.items() if isinstance(expression, dict) else [(_TEXT, expression)]
 
 
 def _nft_chain(chain: Mapping[str, Any], device: str) -> Chain:
@@ -185,13 +194,12 @@ def _nft_chain(chain: Mapping[str, Any], device: str) -> Chain:
 
 def _nft_rule(rule: Mapping[str, Any], question: Question) -> Rule:
     matches: bool | None = True
-    for expression in rule["expr"]:
-        ((kind, body),) = expression.items()
+    for kind, body in _statements(rule):
         if kind in _ENDS or kind == "return":
             return Rule(matches, kind)
         if kind in {"jump", "goto"}:
             return Rule(matches, kind, body["target"])
-        if kind in {"match", "xt", "vmap", "limit", "ct count"}:
+        if kind in {"match", "xt", "vmap", "limit", "ct count", _TEXT}:
             matches = _both(matches, _nft_match(body, question) if kind == "match" else None)
     return Rule(matches, None)
 
@@ -247,11 +255,10 @@ def _is_among(right: Any, is_it: Any) -> bool | None:
     return bool(is_it(right))
 
 
-def _mark_bits(expressions: Sequence[Mapping[str, Any]]) -> int:
+def _mark_bits(rule: Mapping[str, Any]) -> int:
     bits = 0
-    for expression in expressions:
-        ((kind, body),) = expression.items()
-        sides = {"match": ("left", "right"), "mangle": ("key", "value")}.get(kind)
+    for kind, body in _statements(rule):
+        sides = {"match": ("left", "right"), "mangle": ("key", "value"), "vmap": ("key", "data")}.get(kind)
         if sides is not None and _MARK in json.dumps([body[side] for side in sides]):
             numbers = [number for side in sides for number in _numbers(body[side], is_set=kind == "mangle")]
             bits |= _union(numbers)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import functools
 import json
 import os
 import shutil
@@ -230,6 +231,20 @@ def test_questions_while_nobody_listens(scene: Scene) -> None:
         second.attach(scene.attach)
         assert second.detach_others() == []
         assert second.gate_state() is HookState.FIRST
+
+
+def test_a_socket_that_is_taken_over_stays_in_its_row(scene: Scene) -> None:
+    """Nothing is written for it, and its row still goes when it is closed; another one takes the place of the first."""
+    with scene.opened() as datapath, transparent_socket(1) as other:
+        listener = transparent_socket(0)
+        for _ in range(2):
+            datapath.set_dns_sockets({0: listener.fileno()})
+        row = functools.partial(syscall.map_lookup, datapath.tables._rows_by_map["dns_sockets"].fd, value_size=8)
+        assert row(abi.U32.pack(0)) == listener.getsockopt(socket.SOL_SOCKET, 57, 8)
+        listener.close()
+        assert row(abi.U32.pack(0)) is None
+        datapath.set_dns_sockets({1: other.fileno()})
+        assert row(abi.U32.pack(1)) == other.getsockopt(socket.SOL_SOCKET, 57, 8)
 
 
 def test_others_are_detached(scene: Scene) -> None:

@@ -157,6 +157,25 @@ def test_the_holder_is_killed_alone(lab: Lab, agent: RunningAgent) -> None:
     assert ask(lab, fresh_name(0)).status == "SERVFAIL"
 
 
+def test_a_holder_that_hangs_holds_nobody_up(lab: Lab, agent: RunningAgent) -> None:
+    """DNS goes on while it is tried again and again, status says what is lacking, and it is of use again when it wakes up."""
+    holder = agent.holder()
+    agent.end(signal.SIGTERM)
+    os.kill(holder, signal.SIGSTOP)
+    try:
+        agent.begin()
+        status = agent.await_status(lambda status: status["state"] == "degraded")
+        assert status["reasons"] == ["nobody keeps the DNS sockets for the next agent: timed out"]
+        begun = time.monotonic()
+        while time.monotonic() < begun + 4:  # longer than one try and the pause before the next
+            answer = ask(lab, fresh_name(0))
+            assert (answer.status, answer.took_ms < 500) == ("NOERROR", True)
+    finally:
+        os.kill(holder, signal.SIGCONT)
+    agent.await_status(lambda status: status["state"] == "enforcing", within_s=10)
+    assert agent.holder() == holder
+
+
 def test_status_says_that_there_can_be_no_holder(lab: Lab, tmp_path: Path) -> None:
     """Degraded, with the reason, while DNS works all the same; and not any more as soon as there can be one."""
     (tmp_path / "agent" / "run").mkdir(parents=True)

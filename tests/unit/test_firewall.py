@@ -12,6 +12,8 @@ _IN = {"match": {"op": "==", "left": {"meta": {"key": "iifname"}}, "right": "ng-
 _ESTABLISHED = {"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established", "related"]}}
 _ACCEPT: dict[str, Any] = {"accept": None}
 _DROP: dict[str, Any] = {"drop": None}
+# `jump { … }`, for which nft has no JSON
+_NAMELESS: Any = "jump {\n\t\tdrop\n\t}"
 
 
 def _port(number: Any, protocol: str = "tcp") -> dict[str, Any]:
@@ -56,6 +58,7 @@ _REVERSE_PATH = {"match": {"op": "==", "left": {"fib": {"result": "oif", "flags"
         ),
         pytest.param(_firewall([{"goto": {"target": "more"}}], [_ACCEPT], more=[]), ["udp", "tcp"], id="and not back"),
         pytest.param(_firewall([{"jump": {"target": "base"}}]), ["udp", "tcp"], id="round and round"),
+        pytest.param(_firewall([_port(53, "udp"), _NAMELESS], policy="accept"), [], id="a chain without a name"),
         pytest.param(_firewall(policy="drop", hook="forward"), [], id="forwarding is not ours"),
         pytest.param(
             _firewall([_REVERSE_PATH, _DROP], policy="accept", hook="prerouting"), ["udp", "tcp"], id="reverse path"
@@ -133,11 +136,14 @@ _MARK = {"meta": {"key": "mark"}}
         ({"mangle": {"key": _MARK, "value": 0x4000}}, 0x4000),
         ({"mangle": {"key": _MARK, "value": {"|": [_MARK, 0x4000]}}}, 0x4000),
         ({"mangle": {"key": _MARK, "value": {"|": [{"&": [_MARK, 0xFFFF_F0FF]}, 0x200]}}}, 0xF00),
+        ({"vmap": {"key": {"&": [_MARK, 0xF00]}, "data": {"set": [[0x100, _DROP]]}}}, 0xF00),
+        ({"vmap": {"key": _MARK, "data": {"set": [[0x200, _DROP]]}}}, 0x200),
+        (_NAMELESS, 0),
         ({"match": {"op": "==", "left": {"ct": {"key": "mark"}}, "right": 0x08}}, 0),
         ({"match": {"op": "==", "left": {"meta": {"key": "l4proto"}}, "right": 6}}, 0),
     ],
 )
-def test_marks_of_nft(expression: dict[str, Any], bits: int) -> None:
+def test_marks_of_nft(expression: Any, bits: int) -> None:
     """The bits a rule sets or compares; of a whole mark those that it has; a mask that keeps the rest is of the rest."""
     marks = _firewall([expression], policy="accept").marks()
     assert marks == ({"nftables inet filter base": bits} if bits else {})

@@ -329,3 +329,50 @@ def test_who_comes_directly_is_refused() -> None:
             assert opened.counters.connections_refused == 1
 
     run(story)
+
+
+def test_a_client_asks_no_faster_over_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it pipelines over the burst waits, whichever connection it is on, and comes in time; another client's does not."""
+    monkeypatch.setattr(module, "PUT_OFF_SECONDS", 0.01)
+
+    async def story() -> None:
+        with gate(questions_per_second=100, question_burst=4) as opened:
+            begun = asyncio.get_running_loop().time()
+            clients = [await opened.client() for _ in range(3)]
+            for _, writer in clients:
+                writer.write(framed(*[b"question"] * 4))
+            for _ in range(12):
+                answer(await opened.queries.get(), b"reply")
+            took = asyncio.get_running_loop().time() - begun
+            assert took > 8 / 100  # four at once, the other eight at the pace
+            assert opened.counters.connections_put_off >= 2
+            for reader, _ in clients:
+                assert [await message_from(reader) for _ in range(4)] == [b"reply"] * 4
+            opened.connections._client_of = lambda _: "another"
+            _, writer = await opened.client()
+            writer.write(framed(b"question"))
+            await opened.queries.get()
+
+    run(story)
+
+
+def test_all_addresses_of_an_endpoint_are_one_client() -> None:
+    """Or one with many addresses could hold every connection there may be."""
+
+    async def story() -> None:
+        with gate(connections_per_client_max=2) as opened:
+            opened.connections._client_of = lambda address: 7 if address != packed("127.0.0.9") else address
+            readers = []
+            for number in range(3):
+                reader, writer = await asyncio.open_connection(*opened.address, local_addr=(f"127.0.0.{number + 1}", 0))
+                opened.clients.append(writer)
+                writer.write(framed(b"question"))
+                query = await opened.queries.get()
+                assert query.client == packed(f"127.0.0.{number + 1}")
+                answer(query, b"reply")
+                await message_from(reader)
+                readers.append(reader)
+            assert await closed(readers[0])
+            assert len(opened.connections) == 2
+
+    run(story)
