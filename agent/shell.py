@@ -518,6 +518,8 @@ class Shell:
             return shows[command]()
         if command == "apply":
             return await self._apply(arguments)
+        if command == "detach":
+            return await self._release(str(arguments.get("interface")))
         if command == "inject" and self._config.testing.enabled:
             return self._inject(arguments)
         raise ControlError(f"the agent knows no command `{command}`")
@@ -637,6 +639,20 @@ class Shell:
             if error_text is not None:
                 raise ControlError(f"refused, the policies in force stay: {error_text}", 1)
         return {"policies": len(policies), "changed": changed, "open": self._open()}
+
+    async def _release(self, interface: str) -> Row:
+        """One interface is let go, and the kernel is asked whether it is."""
+        added = next((e.added for e in self._engine.groups.endpoints.values() if e.added.interface == interface), None)
+        if added is None:
+            raise ControlError(f"{interface} is no endpoint: `namegate endpoints` shows those that are", 1)
+        self._host_endpoints.release(added.ifindex)
+        self._compare(await asyncio.to_thread(Interfaces))
+        while self._hooking is not None:
+            await asyncio.wait([self._hooking])
+        state = await asyncio.to_thread(self._datapath.hook_state, added.ifindex, added.orientation)
+        if state is not HookState.ABSENT:
+            raise ControlError(f"{interface} cannot be let go: the log says why, and `namegate endpoints` what it is", 1)
+        return {"interface": interface}
 
     def _open(self) -> list[str]:
         """Interfaces that no policy closes in any direction."""

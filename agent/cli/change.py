@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from agent.cli.environment import Sentence, Session, with_examples
+from agent.cli.environment import Refusal, Sentence, Session, with_examples
 
 if TYPE_CHECKING:
     from agent.config import Config
@@ -119,6 +119,40 @@ def holder(context: click.Context, detach: bool) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     context.exit(session.environment.hold(session.control, detach))
+
+
+@click.command(
+    short_help="Let one interface go: nothing enforces it any more.",
+    epilog=with_examples("sudo namegate detach veth-build", "sudo namegate detach veth-build -c /etc/namegate.yaml"),
+)
+@click.argument("interface")
+@click.option("-c", "--config", "path", type=_file, metavar="FILE", help="The agent's configuration; else its defaults.")
+@click.pass_obj
+def detach(session: Session, interface: str, path: Path | None) -> None:
+    """Take the programs off one interface: what goes through it passes from then on.
+
+    A running agent goes on with the others, says in `status` what was detached, and enforces it again when it is started anew.
+    Of a stopped one the programs are taken off themselves. Exit code 1: the interface was not policed.
+    """
+    session.require_root("detach", "it removes BPF programs")
+    from agent.config import Config
+    from agent.control import ControlError
+    from agent.control.lock import AgentLock
+
+    config = Config() if path is None else configuration(path)
+    control = session.control if path is None else config.control.socket
+    lock = AgentLock(control)
+    try:
+        lock.acquire()
+    except ControlError:
+        session.environment.connect(control, 10.0).ask("detach", interface=interface)
+    else:
+        try:
+            if not session.environment.release(config, interface):
+                raise Refusal(f"{interface} was not policed")
+        finally:
+            lock.release()
+    click.echo(f"{interface} is no longer policed")
 
 
 @click.command(

@@ -54,6 +54,16 @@ def _clean(config: Config) -> list[str]:
         raise Sentence(error.sentence) from None
 
 
+def _release(config: Config, interface: str) -> bool:
+    from agent.datapath.datapath import Settings, release
+    from agent.datapath.errors import DatapathError
+
+    try:
+        return release(Settings(**asdict(config.datapath)), interface)
+    except DatapathError as error:
+        raise Sentence(error.sentence) from None
+
+
 def _examine(config: Config) -> list[Condition]:
     from agent.host.doctor import examine
 
@@ -70,14 +80,16 @@ def _hold(control: Path, is_detached: bool) -> int:
 class Environment:
     """connect: socket path and patience in seconds to something that can be asked. run: the daemon, until it ends, to its exit
     code. clean: take everything out of the kernel that an agent with this configuration leaves there, end its holder, and name
-    the interfaces that were policed. hold: be the holder at this path until it is told to leave, or let a child be it.
-    examine: what of this host stands in the way of an agent with this configuration.
+    the interfaces that were policed. release: take its programs off one interface; were there any? hold: be the holder at this
+    path until it is told to leave, or let a child be it. examine: what of this host stands in the way of an agent with this
+    configuration.
     """
 
     connect: Callable[[Path, float], Asks] = _connect
     is_root: Callable[[], bool] = _is_root
     run: Callable[[Config], int] = _run
     clean: Callable[[Config], list[str]] = _clean
+    release: Callable[[Config, str], bool] = _release
     hold: Callable[[Path, bool], int] = _hold
     examine: Callable[[Config], list[Condition]] = _examine
 

@@ -117,7 +117,7 @@ class Engine:
             live_s=settings.keep_while_flow_seen_s,
         )
         # Endpoints are in groups, groups point to sets; policies change by the flip.
-        self.inherited = InheritedSets(self.reconciler.policy, self.reconciler.ipcache, self.identities.labels_by_identity)
+        self.inherited = InheritedSets(self.reconciler.policy, self.identities.labels_by_identity)
         self.groups = Groups(self.reconciler, self.sets, self.names, self.ipcache, self.inherited, self.cookies, known_bad)
         # Questions are judged by groups, replies teach names and wait for rows.
         self.proxy = Proxy(settings, self.groups, self.names, self.ipcache, self.reconciler, self._effects, known_bad)
@@ -250,7 +250,7 @@ class Engine:
             self.sets.add_identity(identity, labels)
         self.names.restore(pairs.values())
         self.ipcache.row_follows = self.inherited.follow
-        self.inherited.adopt(event.rows.get(Table.POLICY, {}))
+        self.inherited.adopt(event.rows.get(Table.POLICY, {}), event.rows.get(Table.IPCACHE, {}))
         self.ipcache.adopt(event.rows.get(Table.IPCACHE, {}))
         for table, rows in event.rows.items():
             if table not in (Table.POLICY, Table.IPCACHE):

@@ -368,6 +368,18 @@ def preallocated_bytes(settings: Settings) -> int:
     return sum(rows[name] * size for name, size in sizes.items())
 
 
+def release(settings: Settings, interface: str) -> bool:
+    """Takes the programs that a stopped agent left off one interface; were there any? In the caller's network namespace."""
+    directory = settings.pin_directory
+    if not directory.is_dir():
+        return False
+    os.close(pins.lock(directory))
+    found = [hook for hook in attach.attached(directory) if hook.interface == interface != settings.device]
+    for hook in found:
+        attach.detach(hook, directory)
+    return bool(found)
+
+
 def cleanup(settings: Settings) -> list[str]:
     """Takes everything of ours out of the kernel, whoever put it there; gives the interfaces that were attached.
 

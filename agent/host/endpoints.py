@@ -89,6 +89,11 @@ class HostEndpoints:
         self._host: frozenset[Address] = frozenset()
         self._networks: dict[int, frozenset[Prefix]] = {}  # number -> where claims count
         self._claimed: dict[int, set[Address]] = {}
+        self._released: set[int] = set()  # indexes
+
+    def release(self, ifindex: int) -> None:
+        """By command: this interface is no endpoint any more, until this process ends or the interface does."""
+        self._released.add(ifindex)
 
     def matching(self, links: Mapping[str, Link]) -> dict[str, tuple[Link, EndpointSettings]]:
         """The interfaces that are endpoints by the configuration."""
@@ -134,7 +139,11 @@ class HostEndpoints:
         """Sorted by number: who was there first has an address that two claim."""
         numbers, self._numbers = self._numbers, {}
         found: list[_Found] = []
+        self._released &= {link.ifindex for link in interfaces.links.values()} - set(gone)
         for name, (link, settings) in self.matching(interfaces.links).items():
+            if link.ifindex in self._released:
+                wrong[name] = f"{name} is not enforced: it was detached by command, until the agent starts again"
+                continue
             if not link.is_ethernet:
                 wrong[name] = f"{name} is not enforced: it carries no Ethernet frames (tun, WireGuard); police what uses it"
                 continue

@@ -6,6 +6,7 @@ import contextlib
 import datetime as dt
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,32 @@ def test_an_interface_that_is_made_anew_is_enforced_again(lab: Lab, tmp_path: Pa
         assert ask(lab, "evil.test").status == "NXDOMAIN"
         assert ask(lab, "a.test").status == "NOERROR"
         assert connect(lab, "198.51.100.11") == "connected"
+
+
+def detach(agent: RunningAgent, interface: str) -> str:
+    command = [sys.executable, "-m", "agent", "detach", interface, "-c", str(agent.configuration)]
+    return agent.lab.run(agent.lab.host, *command, check=False).stdout
+
+
+def test_an_interface_is_let_go_by_command(lab: Lab, tmp_path: Path) -> None:
+    """With the agent running, which says so and goes on, and with it stopped; each time the next start enforces it again."""
+    with RunningAgent(lab, POLICY, tmp_path / "agent") as agent:
+        assert connect(lab, DENIED) == "connection refused"
+        assert detach(agent, "ep1") == "ep1 is no longer policed\n"
+        assert connect(lab, DENIED) == "connected"
+        status = agent.status()
+        said = "ep1 is not enforced: it was detached by command, until the agent starts again"
+        assert (status["state"], status["reasons"]) == ("degraded", [said])
+        assert detach(agent, "ep1") == ""
+        for _ in range(2):
+            agent.end(signal.SIGTERM)
+            agent.start()
+            assert connect(lab, DENIED) == "connection refused"
+        agent.end(signal.SIGTERM)
+        assert connect(lab, DENIED) == "connection refused"
+        assert detach(agent, "ep1") == "ep1 is no longer policed\n"
+        assert connect(lab, DENIED) == "connected"
+        assert detach(agent, "ep1") == ""
 
 
 def test_an_interface_that_comes_after_the_start_is_enforced_within_a_second(lab: Lab, tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from agent.core.rules import Cidr, Fqdn, LabelSelector, Origin, Policy, Rule
+from agent.core.types import Direction, Prefix, Table, packed
 from tests.sim.simulation import histories
+from tests.sim.world import allow
 
 STEPS = int(os.environ.get("SIM_STEPS", "0"))
 SEED = int(os.environ.get("SIM_SEED", "0"))
@@ -31,3 +34,19 @@ def test_invariants_hold_in_every_history() -> None:
     )
     machine = histories()
     run_state_machine_as_test(seed(SEED)(machine) if STEPS else machine, settings=profile)
+
+
+def test_a_restart_with_a_policy_that_does_not_fit_shuts_nothing() -> None:
+    """The labels it had named go in slices; what they meant was never known to the sets of before, which go on judging (I5)."""
+    history = histories()()
+    address = packed("10.0.1.1")
+    peers = Fqdn("a.example."), Cidr(Prefix.parse("10.0.0.0/8"))
+    rule = Rule(Direction.EGRESS, peers, None, origin=Origin("p", 1))
+    wider = Policy("p", LabelSelector(), (rule,), default_deny_egress=True, default_deny_ingress=False)
+    history.start(policies=[allow("*.example.")], identities_max=12, addresses_max=2, in_slices=True)
+    history.time_goes_by(seconds=0.01)
+    history.resolve_step_by_step(bursts=[(1, "a.example.", address, address)], writes=1)
+    history.process_dies(policies=(wider,), cut=0)
+    history.table_fills(table=Table.IPCACHE, room=0)
+    history.resolve_step_by_step(bursts=[(1, "a.example.", address, address)], writes=1)
+    history.teardown()

@@ -312,6 +312,22 @@ def test_cleanup_cleans_what_the_configuration_names(configuration: Path) -> Non
     assert list(socket.parent.iterdir()) == []
 
 
+def test_detach_asks_the_agent_that_runs_and_does_it_itself_when_there_is_none(configuration: Path) -> None:
+    """Of an interface that was not policed it says so, exit code 1."""
+    released = call("detach", "veth0", "-c", str(configuration), release=lambda _config, interface: interface == "veth0")
+    assert (released.exit_code, released.stdout) == (0, "veth0 is no longer policed\n")
+    refused = call("detach", "veth1", "-c", str(configuration), release=lambda _config, interface: interface == "veth0")
+    assert (refused.exit_code, refused.stderr) == (1, "veth1 was not policed\n")
+    lock = AgentLock(configuration.parent / "run" / "c.sock")
+    lock.acquire()
+    try:
+        agent = FakeAgent(detach={"interface": "veth0"})
+        asked = call("detach", "veth0", "-c", str(configuration), agent=agent, release=lambda *_: pytest.fail("released"))
+    finally:
+        lock.release()
+    assert (asked.exit_code, asked.stdout) == (0, "veth0 is no longer policed\n")
+
+
 def test_cleanup_leaves_a_running_agent_alone(configuration: Path) -> None:
     """It would take the programs from under it."""
     lock = AgentLock(configuration.parent / "run" / "c.sock")
@@ -372,7 +388,7 @@ def test_check_takes_a_list_of_names(tmp_path: Path) -> None:
 # --- every command ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [*NOUNS, "status", "apply", "cleanup", "agent -c absent.yaml"])
+@pytest.mark.parametrize("command", [*NOUNS, "status", "apply", "detach veth0", "cleanup", "agent -c absent.yaml"])
 def test_without_root_one_sentence_says_so(command: str) -> None:
     """With the reason and the remedy, exit code 2."""
     result = call(*command.split(), root=False)
