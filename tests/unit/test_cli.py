@@ -293,7 +293,12 @@ def test_a_signal_during_the_start_is_an_orderly_stop(configuration: Path, numbe
         signal.raise_signal(number)
         return 1
 
-    assert call("agent", "-c", str(configuration), run=run).exit_code == 0
+    # As in a foreground: a shell without job control has its background ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert call("agent", "-c", str(configuration), run=run).exit_code == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_cleanup_cleans_what_the_configuration_names(configuration: Path) -> None:
