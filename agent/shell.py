@@ -174,6 +174,7 @@ class Shell:
         self._looking: asyncio.Task[None] | None = None
         self._must_look_again = False
         self._vanished: set[int] = set()  # interfaces, whether they are back or not
+        self._is_hearing = False
         self._injection = Injection()
         history_file = config.dns.history_file
         self._history = HistoryFile(history_file, self._engine.proxy.history) if history_file is not None else None
@@ -193,15 +194,30 @@ class Shell:
         self._compare(start.interfaces)
         self._take([PoliciesChanged(start.policies, _START)])
         self._take([SourceReported(source) for source in sorted(SOURCES)])
-        if self._holder is not None:
-            self._holder.serve(self._listeners.descriptors())
-        self._listeners.start(self._loop, self._take, self._gone, self._client_of)
+        if self._holder is None or not self._holder.is_there:
+            self._hear()
         self._watch = NetworkWatch(self._loop, self._look_around)
         self._look_around()  # what was seen before the programs were built may be long ago
         # A full pass of the collector over a million addresses would stop the one thread for half a second. The core makes no
         # reference cycles; what the libraries make is young when it dies, and what lives is looked at once.
         gc.disable()
         self._collect()
+
+    def _hear(self) -> None:
+        """Take questions from now on. Where a holder has them, not before they can be answered at once: by its patience and our
+        start together a question would wait for more than a second."""
+        if self._is_hearing:
+            return
+        self._is_hearing = True
+        if self._holder is not None:
+            self._holder.serve(self._listeners.descriptors())
+        self._listeners.start(self._loop, self._take, self._gone, self._client_of)
+
+    def _enforcing(self) -> None:
+        """The policies of the start are in force."""
+        self._hear()
+        if self._holder is not None:
+            self._holder.require()
 
     async def drain(self) -> None:
         """Take no more questions, and answer those that are open: what comes now waits for the next agent, or its holder."""
@@ -364,8 +380,8 @@ class Shell:
         if effect.error is None:
             for interface in self._open():
                 log.warning("no policy closes %s: what it sends is not enforced", interface)
-            if effect.ticket is _START and self._holder is not None:
-                self._holder.require()
+            if effect.ticket is _START:
+                self._loop.call_soon(self._enforcing)  # it takes questions in, which is nothing to do within an effect
         else:
             log.error("policies refused: %s", effect.error)
             if effect.ticket is _START:

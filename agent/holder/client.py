@@ -47,6 +47,10 @@ class HolderLink:
         self._starting: asyncio.Task[None] | None = None
         self._next_start_at = 0.0
 
+    @property
+    def is_there(self) -> bool:
+        return self._connection is not None
+
     def take(self) -> tuple[int, ...]:
         """What was kept, for `Listeners`; nothing where there is no holder, or it is of no use here. Blocks for a moment."""
         try:

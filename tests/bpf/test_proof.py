@@ -42,8 +42,9 @@ def test_a_canary_is_nobodys_packet(scene: Scene) -> None:
         for _ in range(5):
             assert _state(datapath, scene) is HookState.FIRST
         assert counted(datapath, Reason.DROP_CANARY) == 6
-        others = [counter for counter in datapath.counters() if counter.reason is not Reason.DROP_CANARY]
-        assert others == [counter for counter in before if counter.reason is not Reason.DROP_CANARY]
+        chatter = {Reason.DROP_CANARY, Reason.PASS_NEIGHBOUR}  # the client's kernel joins groups when it likes
+        others = [counter for counter in datapath.counters() if counter.reason not in chatter]
+        assert others == [counter for counter in before if counter.reason not in chatter]
         assert not Reason.DROP_CANARY.is_drop
         assert all(event.reason is not Reason.DROP_ETHERTYPE for event in datapath.read_events())
 
