@@ -30,8 +30,8 @@ _CLONE_NEWNET: Final = 0x40000000
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _ROUTING: Final = (
     "link set lo up",
-    "addr add 192.0.2.10/24 dev lo",
-    "addr add 2001:db8:0:a::10/64 dev lo nodad",
+    "addr add 192.0.2.10/32 dev lo",
+    "addr add 2001:db8:0:a::10/128 dev lo nodad",  # a wider one would be a route to all its neighbours
     "link add away type veth peer name far",
     "addr add 192.0.2.250/32 dev away",
     "link set away up",

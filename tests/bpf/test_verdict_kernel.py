@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from agent.core.types import Direction, Write, packed
+from agent.core.types import Direction, Orientation, Write, packed, text_of
 from agent.datapath import abi
 from agent.datapath.abi import Reason
 from agent.datapath.events import EventRing
+from agent.datapath.model import Origin
 from tests.cases import datapath
 from tests.cases.runner import Fields, Outcome
 from tests.families import TABLE
 from tests.histories import Step, compare, histories
 from tests.judges import KernelJudge, ModelJudge
 from tests.packets import CLIENT, CLIENT6, ICMPV6, PEER, PEER6, TCP, UDP, echo, frame, tcp, udp
-from tests.verdict_cases import ALLOW, BASE, DENY, ENDPOINT, PEERS, Case, group, rule, tell
+from tests.verdict_cases import ALLOW, BASE, DENY, ENDPOINT, PEERS, Case, endpoint, group, rule, tell
 
 pytestmark = pytest.mark.root
 
@@ -50,6 +52,19 @@ def test_peer_case(kernel: KernelJudge, case: Fields) -> None:
     """What a peer's tests assert holds here too, or stands on a decision."""
     verdict = datapath.verdict_by(kernel, case)
     assert verdict.outcome is not Outcome.FAILED, verdict.why
+
+
+@pytest.mark.parametrize(("address", "peer"), [(CLIENT, PEER), (CLIENT6, PEER6)])
+def test_beside_its_own_address(kernel: KernelJudge, address: str, peer: str) -> None:
+    """An address one octet away from an uplink's own is neither its own nor, unless a route says so, anyone's behind it."""
+    own, counted = packed(address), Counter[Reason]()
+    rows = [*BASE, endpoint(Orientation.UPLINK), rule(ALLOW, 0, 0, direction=Direction.INGRESS)]
+    for place in range(len(own)):
+        beside = own[:place] + bytes([own[place] ^ 0x54]) + own[place + 1 :]
+        packet = Direction.INGRESS, frame(peer, text_of(beside), TCP, tcp(443, 8000)), Origin.WIRE
+        kernel.reset()
+        counted.update(compare((rows, [packet]), (ModelJudge(), kernel)))
+    assert Reason.PASS_FORWARDED not in counted, counted
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
