@@ -42,6 +42,7 @@ from typing import IO, Self
 
 NETNS_DIRECTORY = Path("/run/netns")
 BUILD_DIRECTORY = Path(__file__).parents[2] / ".build"
+COMPILER = ("gcc", "-O2", "-Wall", "-Wextra", "-Werror")
 
 NAME_SERVERS = ("198.51.100.53", "2001:db8:53::53")
 SERVER_RANGES = ("198.51.100.0/24", "198.18.0.0/15", "2001:db8:53::/64", "2001:db8:99::/48")
@@ -250,26 +251,32 @@ class Lab:
     # --- the internet's servers --------------------------------------------------------------------------------------
 
     def _serve_names(self) -> None:
-        self._write_zone()
-        configuration = self.directory / "nsd.conf"
-        addresses = "\n".join(f'  ip-address: "{address}"' for address in NAME_SERVERS)
-        configuration.write_text(
-            "server:\n"
-            f"{addresses}\n"
-            f'  zonesdir: "{self.directory}"\n  pidfile: ""\n  username: ""\n  chroot: ""\n'
-            f'  xfrdfile: "{self.directory}/xfrd.state"\n  xfrdir: "{self.directory}"\n'
-            f'  zonelistfile: "{self.directory}/zones"\n'
-            "  server-count: 1\n  rrl-ratelimit: 0\n  tcp-count: 500\n  verbosity: 1\n  hide-version: yes\n"
-            "remote-control:\n  control-enable: no\n"
-            'zone:\n  name: "."\n  zonefile: "root.zone"\n'
-        )
-        nsd = self.start(self.internet, "nsd", "-d", "-c", configuration)
-        _await_line(nsd, "nsd started")
+        self.start_nsd(NAME_SERVERS, {".": self._write_zone()})
         # The line comes before the zone is served; a question waits for it.
         for server in NAME_SERVERS:
             self.run(self.internet, "dig", f"@{server}", ".", "SOA", "+tries=10", "+time=1", "+short")
 
-    def _write_zone(self) -> None:
+    def start_nsd(self, addresses: Sequence[str], zones: Mapping[str, Path]) -> None:
+        """One more name server on the internet: zone to its file, which is checked first."""
+        files = "".join(f'zone:\n  name: "{zone}"\n  zonefile: "{file}"\n' for zone, file in zones.items())
+        for zone, file in zones.items():
+            # nsd itself would start all the same, and answer SERVFAIL.
+            self.run(self.internet, "nsd-checkzone", zone, file)
+        directory = Path(tempfile.mkdtemp(prefix="nsd-", dir=self.directory))
+        configuration = directory / "nsd.conf"
+        configuration.write_text(
+            "server:\n"
+            + "".join(f'  ip-address: "{address}"\n' for address in addresses)
+            + f'  zonesdir: "{directory}"\n  pidfile: ""\n  username: ""\n  chroot: ""\n'
+            f'  xfrdfile: "{directory}/xfrd.state"\n  xfrdir: "{directory}"\n'
+            f'  zonelistfile: "{directory}/zones"\n'
+            "  server-count: 1\n  rrl-ratelimit: 0\n  tcp-count: 500\n  verbosity: 1\n  hide-version: yes\n"
+            f"remote-control:\n  control-enable: no\n{files}"
+        )
+        nsd = self.start(self.internet, "nsd", "-d", "-c", configuration)
+        _await_line(nsd, "nsd started")
+
+    def _write_zone(self) -> Path:
         lines = [f"$TTL {self._ttl_s}", "$ORIGIN .", ". SOA ns.test. hostmaster.test. 1 3600 600 86400 60", ". NS ns.test."]
         lines += [f"ns.test. A {NAME_SERVERS[0]}", f"ns.test. AAAA {NAME_SERVERS[1]}"]
         lines += [f"{name} {record}" for name, records in self._records.items() for record in records]
@@ -277,8 +284,7 @@ class Lab:
             lines += [f"{fresh_name(i)} A {fresh_address(i)}", f"{fresh_name(i)} AAAA {fresh_address(i, 6)}"]
         zone = self.directory / "root.zone"
         zone.write_text("\n".join(lines) + "\n")
-        # nsd itself would start all the same, and answer SERVFAIL.
-        self.run(self.internet, "nsd-checkzone", ".", zone)
+        return zone
 
     def _serve_echo(self) -> None:
         servers = self.start(self.internet, built("servers.c"), str(SERVERS_LIFE_S), *map(str, self._ports))
@@ -334,15 +340,15 @@ class Capture:
         self._tcpdump.wait(timeout=READY_S_MAX)
 
 
-def built(source: str) -> Path:
-    """The program compiled from a C file beside this module; compiled once for each content of the file."""
-    path = Path(__file__).with_name(source)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def built(source: str | Path, *, compiler: Sequence[str] = COMPILER, libraries: Sequence[str] = ()) -> Path:
+    """The program compiled from a file, one beside this module if only named; once for each content and way to compile it."""
+    path = Path(__file__).parent / source
+    digest = hashlib.sha256(repr((*compiler, *libraries)).encode() + path.read_bytes()).hexdigest()[:16]
     program = BUILD_DIRECTORY / f"{path.stem}-{digest}"
     if not program.exists():
         BUILD_DIRECTORY.mkdir(exist_ok=True)
         building = program.with_suffix(f".{os.getpid()}")
-        subprocess.run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", building, path], check=True)
+        subprocess.run([*compiler, "-o", building, path, *libraries], check=True)
         building.rename(program)
     return program
 
