@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Final
 
 from tests.cases.datapath import every_judge
+from tests.cases.dnsproxy import over_sockets
 from tests.cases.runner import DIRECTORY, Outcome, read_decisions, run_file
+
+# What the cases of a file are judged in.
+_SETTINGS: Final[dict[str, Callable[[], AbstractContextManager[None]]]] = {"datapath": every_judge, "dnsproxy": over_sockets}
 
 
 def main(arguments: list[str]) -> int:
@@ -20,7 +26,7 @@ def main(arguments: list[str]) -> int:
     decisions, failed = read_decisions(), 0
     for path in paths:
         try:
-            with every_judge() if path.stem == "datapath" else nullcontext():
+            with _SETTINGS.get(path.stem, nullcontext)():
                 tally = run_file(path, decisions)
         except (OSError, ValueError) as error:
             print(f"cases: {error}", file=sys.stderr)

@@ -1,12 +1,16 @@
 """The DNS proxy: who may ask what of whom, and what becomes of a question and its reply.
 
 Judged on the engine: a question goes in as the octets of the packet; what is asked upstream, answered and learned comes out.
-What identifiers, sockets, streams and source ports do is the shell's and is not seen here: those cases do not apply.
+What identifiers, sockets, streams and source ports do is the shell's and is not seen there: those cases are judged on a running
+agent (sockets.py), where root runs it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+from collections.abc import Iterator
 from typing import Any, Final
 
 import dns.flags
@@ -21,6 +25,9 @@ from agent.core.settings import Settings
 from agent.core.types import PROTOCOL_TCP, PROTOCOL_UDP, Direction, Prefix, packed, text_of
 from agent.dns.wire import Rcode
 from tests.cases.runner import DoesNotApply, Fields, Sheet
+from tests.cases.sockets import OverSockets
+from tests.netns.lab import LabError
+from tests.netns.running import AgentFailed
 from tests.sim.world import EVERY_ADDRESS, UPSTREAM, Answered, World, subject
 
 FIELDS: Final = (
@@ -33,7 +40,9 @@ _CLIENTS: Final = ("c1", "c2", "c3", "c4")
 _UNKNOWN_CLIENT: Final = "192.0.2.250"
 _REJECTS: Final = {"refused": Rcode.REFUSED, "nameError": Rcode.NXDOMAIN}
 NOT_SAVED: Final = "no rules are saved: a restart reads the policies, and questions wait for that (decision 10)"
-SHELLS: Final = "what identifiers, sockets and streams do is the shell's"
+SHELLS: Final = "what identifiers, sockets and streams do is seen on a running agent, which needs root and BPF"
+
+_running: list[OverSockets] = []
 
 
 def judge(case: Fields, sheet: Sheet) -> None:
@@ -46,6 +55,17 @@ def judge(case: Fields, sheet: Sheet) -> None:
     else:
         query = case["query"]
         _Proxy(case["rules"]).compare_query(sheet, "allowed", Fields({**query, "allowed": case["allowed"]}))
+
+
+@contextlib.contextmanager
+def over_sockets() -> Iterator[None]:
+    """Judge also what needs a running agent; where none can run those cases do not apply."""
+    with contextlib.ExitStack() as stack:
+        if os.geteuid() == 0:
+            with contextlib.suppress(LabError, AgentFailed):
+                _running.append(stack.enter_context(OverSockets()))
+                stack.callback(_running.clear)
+        yield
 
 
 class _Proxy:
@@ -132,7 +152,10 @@ def _judge_exchange(case: Fields, sheet: Sheet) -> None:
     upstream.only("must_not_be_asked", "reply_hex", "replies_hex", "id_field", "connection_refused", "from_")
     is_of_shell = {"chunks", "repeat", "original_server"} & case.keys() or "upstream_id" in wanted or "from_" in upstream
     if is_of_shell or "use another" in upstream.get("id_field", "") or (case["proto"] == "tcp" and not case["query_hex"]):
-        raise DoesNotApply(SHELLS)
+        if not _running:
+            raise DoesNotApply(SHELLS)
+        _running[0].judge(case, sheet)
+        return
     settings: dict[str, Any] = {}
     if "reject_with" in options.only("reject_with", "max_in_flight"):
         settings["denied_rcode"] = _REJECTS[options["reject_with"]]
