@@ -2,7 +2,7 @@
 
 Shown elsewhere, and not written twice:
 
-    case 46, 52, 53              search lists and stub resolvers, with real packets
+    case 46, 52, 53              search lists and stub resolvers: tests/netns/test_bug_cases_dns.py
     case 48, 49, the warnings    also every form of them: tests/unit/test_policy_check.py
     case 58, other spellings     tests/unit/test_policy_cnp.py, tests/unit/test_policy_shorthand.py
 """

@@ -2,8 +2,8 @@
 
 Shown elsewhere, and not written twice:
 
-    case 21, `cname: follow`      an opt-in of decision 12 that is not built yet
-    case 35                       tests/unit/test_wire_fuzz.py (octets), its rates are a test with real packets
+    case 21, `cname: follow`      tests/sim/test_gate.py
+    case 35                       tests/unit/test_wire_fuzz.py (octets), tests/netns/test_bug_cases_dns.py (packets)
     case 96, at the sockets       tests/unit/test_upstreams.py, tests/unit/test_sockets.py
     case 163, forms of addresses  tests/unit/test_guard.py
 """
