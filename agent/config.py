@@ -27,6 +27,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
+from agent.core.distinct import NAMES_OF_A_MINUTE_MAX
 from agent.core.known_bad import KnownBad
 from agent.core.settings import Upstream
 from agent.core.types import Address, Orientation, Prefix, packed, text_of
@@ -128,6 +129,10 @@ class DnsSettings:
     default /var/lib/namegate/history; `none`: in memory alone.
     holder: `false`: no process keeps the DNS sockets while there is no agent, and questions are refused then; default true.
     holder-patience: how long it waits for the next agent before it answers SERVFAIL itself; default 800ms.
+    names-per-minute: different names that one endpoint may ask under one pattern; what is over is answered like a denied name.
+    Default 0: any number; how many they are is counted all the same.
+    randomize-case: `true` asks upstreams in a random mix of upper and lower case (0x20), which their replies must repeat; a
+    client gets its own back. Default false: some resolvers change it, and all their replies would be taken for forged.
     """
 
     upstreams: tuple[Upstream, ...] = ()
@@ -142,6 +147,8 @@ class DnsSettings:
     history_file: Path | None = Path("/var/lib/namegate/history")
     holder: bool = True
     holder_patience: float = 0.8
+    names_per_minute: int = 0
+    randomize_case: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +501,8 @@ def _dns(entry: Field | None, root: Field, base: Path, resolv_conf: Path) -> Dns
         "history-file",
         "holder",
         "holder-patience",
+        "names-per-minute",
+        "randomize-case",
     )
     entries = _entries(entry, keys)
     floor = _seconds(entries.get("ttl-floor"), default.ttl_floor, 0, _WEEK)
@@ -522,6 +531,8 @@ def _dns(entry: Field | None, root: Field, base: Path, resolv_conf: Path) -> Dns
         history_file=_path_or_none(entries.get("history-file"), base, default.history_file),
         holder=_truth(entries.get("holder"), default.holder),
         holder_patience=_seconds(entries.get("holder-patience"), default.holder_patience, 0, 60),
+        names_per_minute=_integer(entries.get("names-per-minute"), default.names_per_minute, 0, NAMES_OF_A_MINUTE_MAX),
+        randomize_case=_truth(entries.get("randomize-case"), default.randomize_case),
     )
 
 

@@ -77,6 +77,19 @@ _NOUNS: dict[str, tuple[str, tuple[Column, ...], tuple[str, ...]]] = {
         ),
         ("namegate names", "COLUMNS=200 namegate names | grep example.com"),
     ),
+    "patterns": (
+        "How many different names each endpoint has asked under each pattern.",
+        (
+            Column("ENDPOINT", "endpoint"),
+            Column("INTERFACE", "interface"),
+            Column("PATTERN", "pattern", is_flexible=True),
+            Column("NAMES", "names"),
+            Column("MINUTE", "in_this_minute"),
+            Column("MOST", "most_in_a_minute"),
+            Column("REFUSED", "refused"),
+        ),
+        ("namegate patterns", "namegate patterns -o json"),
+    ),
     "selectors": (
         "What policies select, and how much that is now.",
         (

@@ -75,6 +75,23 @@ class Listings:
             for pair, lifetime in self._engine.dns_cache.lifetimes.items()
         ]
 
+    def patterns(self) -> list[Row]:
+        """The one with most names first."""
+        endpoints = self._engine.groups.endpoints
+        asked = [one for one in self._engine.proxy.distinct.asked(self._now) if one.endpoint in endpoints]
+        return [
+            {
+                "endpoint": one.endpoint,
+                "interface": endpoints[one.endpoint].added.interface,
+                "pattern": one.pattern,
+                "names": one.names,
+                "in_this_minute": one.in_this_minute,
+                "most_in_a_minute": one.most_in_a_minute,
+                "refused": one.refused,
+            }
+            for one in sorted(asked, key=lambda one: (-one.names, one.endpoint, one.pattern))
+        ]
+
     def selectors(self) -> list[Row]:
         cache = self._engine.selector_cache
         rows: list[Row] = []
@@ -184,6 +201,7 @@ def counts(engine: Engine) -> Mapping[str, object]:
         "questions": engine.proxy.counters.get("questions", 0),
         "denied": engine.proxy.counters.get("questions denied", 0),
         "failed": engine.proxy.counters.get("replies failed", 0),
+        "upstreams_silent": [str(upstream) for upstream in engine.proxy.health.resting()],
     }
 
 

@@ -8,6 +8,7 @@ end moved is put back when its old end comes up.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
@@ -30,7 +31,8 @@ class Pair(NamedTuple):
     address: Address
 
 
-class Lifetime(NamedTuple):
+@dataclass(slots=True)
+class Lifetime:
     """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address. looked_at: when, next.
 
     answered_at: last, in this process; of a pair that the process before left, 0.
@@ -39,7 +41,7 @@ class Lifetime(NamedTuple):
     lives_until: float
     kept_until: float
     looked_at: float
-    saved_until: float  # what the journal says of kept_until
+    saved_until: float  # what the journal says of kept_until; see SAVED_WITHIN_S
     answered_at: float
 
 
@@ -58,17 +60,22 @@ class DnsCache:
 
     def update(self, pair: Pair, ttl: int, now: float) -> bool:
         """Take in one record of an answer; says whether the pair is new. ttl in seconds, as it came."""
-        ends = now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
-        before = self.lifetimes.get(pair)
-        if before is not None:
-            lives_until = max(ends, before.lives_until)
-            self.lifetimes[pair] = before._replace(
-                lives_until=lives_until, kept_until=max(lives_until, before.kept_until), answered_at=now
-            )
+        lifetime = self.lifetimes.get(pair)
+        if lifetime is not None:
+            self.extend(lifetime, ttl, now)
             return False
+        ends = now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
         self._put(pair, Lifetime(ends, ends, ends, 0.0, now))
         self._ends.add((ends, pair))
         return True
+
+    def extend(self, lifetime: Lifetime, ttl: int, now: float) -> None:
+        """`update` of a pair that is known."""
+        lifetime.answered_at = now
+        ends = now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
+        if ends > lifetime.lives_until:
+            lifetime.lives_until = ends
+            lifetime.kept_until = max(ends, lifetime.kept_until)
 
     def _put(self, pair: Pair, lifetime: Lifetime) -> None:
         self.lifetimes[pair] = lifetime
@@ -87,14 +94,6 @@ class DnsCache:
             self._put(pair, Lifetime(lives_until, kept_until, kept_until, kept_until, 0.0))
             ends.append((kept_until, pair))
         self._ends.update(ends)
-
-    def unsaved(self, pair: Pair) -> PairRecord | None:
-        """What the journal has to learn of the pair. Ends that moved by less than a second may wait for the next time."""
-        lifetime = self.lifetimes[pair]
-        if lifetime.kept_until < lifetime.saved_until + SAVED_WITHIN_S:
-            return None
-        self.lifetimes[pair] = lifetime._replace(saved_until=lifetime.kept_until)
-        return PairRecord(*pair, lifetime.lives_until, lifetime.kept_until)
 
     def addresses(self, scope: int, name: str) -> Collection[Address]:
         """Not to be kept: it changes with the cache."""
@@ -118,19 +117,18 @@ class DnsCache:
             _, pair = self._ends.pop(0)
             lifetime = self.lifetimes[pair]
             is_due = lifetime.kept_until < now
-            looked_at = GIVEN_OUT if is_due else lifetime.kept_until
-            self.lifetimes[pair] = lifetime._replace(looked_at=looked_at)
+            lifetime.looked_at = GIVEN_OUT if is_due else lifetime.kept_until
             if is_due:
                 due.append(pair)
             else:
-                self._ends.add((looked_at, pair))
+                self._ends.add((lifetime.looked_at, pair))
         return due
 
     def keep(self, pair: Pair, until: float) -> None:
         """A flow uses the address: look again at this time."""
         lifetime = self.lifetimes[pair]
         self._strike(pair, lifetime)
-        self.lifetimes[pair] = lifetime._replace(kept_until=until, looked_at=until)
+        lifetime.kept_until = lifetime.looked_at = until
         self._ends.add((until, pair))
 
     def _strike(self, pair: Pair, lifetime: Lifetime) -> None:

@@ -16,7 +16,7 @@ next_deadline()      when to be called again at the latest (with `Tick`)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from agent.core.dns_cache import DnsCache, Pair
@@ -135,18 +135,42 @@ class Engine:
     # --- in ------------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> None:
-        """Take in one event; what has to be done about it is in `effects` then. now: seconds of CLOCK_BOOTTIME."""
+        """`handle_all` of one."""
+        self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: float) -> None:
+        """Take in what happened, in order; what has to be done about it is in `effects` then. now: seconds of CLOCK_BOOTTIME.
+
+        Questions and replies that were heard together are answered together: all that they change is one group of writes, and
+        one of records. Every other event is over before the next is looked at.
+        """
         first = len(self._effects)
+        for event in events:
+            if isinstance(event, Query):
+                self.proxy.take(event, now)
+            elif isinstance(event, Reply):
+                self.proxy.take_reply(event, now)
+            else:
+                self._take(event, now)
+                self._settle(now)
+        self._settle(now)
+        numbers = self._numbers()
+        if numbers[1:] != self._saved_numbers[1:]:  # identities have records of their own
+            self._records.append(numbers)
+            self._saved_numbers = numbers
+        self._records += self.names.records
+        self.names.records.clear()
+        if self._records:
+            self._effects.insert(first, Save(tuple(self._records)))
+            self._records.clear()
+
+    def _take(self, event: Event, now: float) -> None:
         if isinstance(event, RowsWritten):
             self.reconciler.written(event.results, now)
-        elif isinstance(event, Query):
-            self.proxy.take(event, now)
-        elif isinstance(event, Reply):
-            self.proxy.take_reply(event, now)
         elif isinstance(event, UpstreamFailed):
             self.proxy.take_failure(event, now)
         elif isinstance(event, AskerGone):
-            self.proxy.asker_gone(event)
+            self.proxy.asker_gone(event, now)
         elif isinstance(event, Tick):
             self._tick(now)
         elif isinstance(event, LastSeen):
@@ -158,7 +182,7 @@ class Engine:
         elif isinstance(event, EndpointAdded):
             self._endpoint_added(event, now)
         elif isinstance(event, EndpointRemoved):
-            self._endpoint_removed(event)
+            self._endpoint_removed(event, now)
         elif isinstance(event, HostAddresses):
             self.ipcache.host_addresses(self._host_addresses, event.addresses)
             guard = AddressGuard(event.addresses, self.settings.allow_addresses)
@@ -169,16 +193,6 @@ class Engine:
         else:
             assert isinstance(event, SourceReported), f"an event nobody knows: {event!r}"
             self._source_reported(event.source, now)
-        self._settle(now)
-        numbers = self._numbers()
-        if numbers[1:] != self._saved_numbers[1:]:  # identities have records of their own
-            self._records.append(numbers)
-            self._saved_numbers = numbers
-        self._records += self.names.records
-        self.names.records.clear()
-        if self._records:
-            self._effects.insert(first, Save(tuple(self._records)))
-            self._records.clear()
 
     def effects(self) -> list[Effect]:
         """What is to be done, in this order; each effect is given out once."""
@@ -383,8 +397,8 @@ class Engine:
         else:
             self._records.append(EndpointRecord(event.endpoint, event.interface, event.ifindex))
 
-    def _endpoint_removed(self, event: EndpointRemoved) -> None:
-        self.proxy.endpoint_gone(event.endpoint)
+    def _endpoint_removed(self, event: EndpointRemoved, now: float) -> None:
+        self.proxy.endpoint_gone(event.endpoint, now)
         removed = self.groups.remove_endpoint(event.endpoint)
         if removed is not None:
             self._effects.append(Detach(event.endpoint, removed.added.interface, removed.added.ifindex))

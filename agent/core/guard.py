@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -102,7 +102,7 @@ _KINDS = tuple(
 )
 
 # The same addresses are answered again and again; strangers can push entries out, never add to the bound.
-READINGS_MAX = 8192
+READINGS_MAX = 65536
 
 _NOTHING_EMBEDDED = bytes(4)
 
@@ -139,6 +139,7 @@ _EMBEDDINGS: tuple[tuple[_Range, Callable[[Address], tuple[Address, ...]]], ...]
     (_Range.of("2002::/16"), lambda address: (address[2:6],)),
     (_Range.of("2001::/32"), _teredo),
 )
+_STARTS_OF_FORMS = frozenset((0x00, 0x20))  # first octets of these
 _ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
 
 
@@ -158,11 +159,35 @@ def _readings(address: Address) -> tuple[tuple[Address, Kind | None], ...]:
     return ((address, kind), *[(reading, _kind_of(reading)) for reading in found[1:]])
 
 
+def _first_octets(guarded: _Range) -> range:
+    """What an address in it can begin with."""
+    fixed = 8 * guarded.octets - guarded.shift
+    if fixed >= 8:
+        first = guarded.bits >> fixed - 8
+        return range(first, first + 1)
+    return range(guarded.bits << 8 - fixed, guarded.bits + 1 << 8 - fixed)
+
+
+# By length and first octet: of most, no address is guarded.
+_KINDS_BY_START = {
+    (octets, first): tuple(known for known in _KINDS if known[0].octets == octets and first in _first_octets(known[0]))
+    for octets in (4, 16)
+    for first in range(256)
+}
+
+
 def _kind_of(address: Address) -> Kind | None:
-    for guarded, kind in _KINDS:
+    for guarded, kind in _KINDS_BY_START[len(address), address[0]]:
         if guarded.holds(address):
             return kind
     return None
+
+
+def _is_plain(address: Address) -> bool:
+    """Is it, at a glance, neither guarded for its own sake nor a form of another? False says nothing."""
+    if len(address) == 4:
+        return not _KINDS_BY_START[4, address[0]]
+    return address[0] not in _STARTS_OF_FORMS and not _KINDS_BY_START[16, address[0]] and address[8:12] not in _ISATAP
 
 
 class AddressGuard:
@@ -174,12 +199,26 @@ class AddressGuard:
     def __init__(self, host: Iterable[Address] = (), allowed: Iterable[Prefix] = ()) -> None:
         self._host = frozenset(host)
         self._allowed = tuple(allowed)
+        self._kinds: dict[Address, Kind | None] = {}  # what was said of the last addresses, nothing allowed besides
 
-    def forbids(self, address: Address, allowed: Iterable[Prefix] = ()) -> Kind | None:
+    def forbids(self, address: Address, allowed: Collection[Prefix] = ()) -> Kind | None:
         """Why a name may not stand for this address; None if it may.
 
         allowed: prefixes let through besides the agent's (of the policies whose selectors want the name).
         """
+        if _is_plain(address) and address not in self._host:
+            return None  # what nearly every address is, said without looking at it twice
+        if allowed:
+            return self._judge(address, allowed)
+        try:
+            return self._kinds[address]
+        except KeyError:
+            if len(self._kinds) >= READINGS_MAX:
+                self._kinds.clear()
+            kind = self._kinds[address] = self._judge(address, ())
+            return kind
+
+    def _judge(self, address: Address, allowed: Collection[Prefix]) -> Kind | None:
         for reading, kind in _readings(address):
             if reading in self._host:
                 kind = Kind.HOST
@@ -187,6 +226,6 @@ class AddressGuard:
                 return kind
         return None
 
-    def _is_let_through(self, address: Address, reading: Address, allowed: Iterable[Prefix]) -> bool:
+    def _is_let_through(self, address: Address, reading: Address, allowed: Collection[Prefix]) -> bool:
         wanted = Prefix.of(reading), Prefix.of(address)
         return any(prefix.contains(one) for prefixes in (self._allowed, allowed) for prefix in prefixes for one in wanted)

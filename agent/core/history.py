@@ -12,6 +12,8 @@ from typing import NamedTuple
 from agent.core.types import Address
 
 KEPT_S = 24 * 3_600.0
+# A name that is asked all the time is noted so often.
+NOTED_WITHIN_S = 10.0
 
 
 class Seen(NamedTuple):
@@ -42,6 +44,11 @@ class NameHistory:
         first_at = before.first_at if before is not None else now
         self.notes += 1
         self._put(Seen(name, address, endpoint, chain, first_at, now, until))
+
+    def is_due(self, name: str, address: Address, endpoint: int, chain: tuple[str, ...], now: float) -> bool:
+        """Is there anything in it that was not noted a moment ago?"""
+        before = self._seen.get((address, name))
+        return before is None or now - before.last_at >= NOTED_WITHIN_S or before.endpoint != endpoint or before.chain != chain
 
     def restore(self, seen: Iterable[Seen], now: float) -> None:
         """What processes before have seen, as far as it is not too old; before anything is noted."""

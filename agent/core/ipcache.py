@@ -27,6 +27,7 @@ class Ipcache:
     ) -> None:
         self.metadata = Metadata()
         self._table = table
+        self.is_there = table.is_there
         self._identities = identities
         self._identity_added = identity_added
         self.row_follows: Callable[[IpcacheKey, int], None] | None = None  # see inherited.py

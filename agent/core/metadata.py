@@ -17,6 +17,7 @@ from agent.core.prefixes import LengthsInUse
 from agent.core.types import LABEL_HOST, LABEL_WORLD, SCOPE_STATIC, IpcacheKey, LabelSet, Prefix
 
 NO_LABELS: LabelSet = frozenset()
+STATIC_LABELS_MAX = 4_096
 KEYS_AT_ONCE = 64  # looked up together; one that is gone when its turn comes does no harm
 
 
@@ -53,6 +54,7 @@ class Metadata:
     def __init__(self) -> None:
         self._attached: dict[IpcacheKey, _Single | _Merged] = {}
         self._static_lengths = LengthsInUse()
+        self._static_labels: dict[Prefix, LabelSet] = {}  # of the addresses looked at last, since a static prefix changed
         # Rows of single addresses by (scope, family), in order: those inside a prefix are found without looking at the others.
         self._addresses: dict[tuple[int, int], SortedList[IpcacheKey]] = {}
 
@@ -60,6 +62,8 @@ class Metadata:
         """Attach labels; says whether anything changed."""
         if self.attached(key, resource) == labels:
             return False
+        if key.scope == SCOPE_STATIC:
+            self._static_labels.clear()
         attached = self._attached.get(key)
         if attached is None:
             self._attached[key] = _Single(resource, labels)
@@ -79,6 +83,7 @@ class Metadata:
     def adopt(self, resource: str, labels_by_key: Mapping[IpcacheKey, LabelSet]) -> None:
         """`upsert` of very many prefixes at a time, to which nobody has attached anything yet."""
         assert not self._attached.keys() & labels_by_key.keys()
+        self._static_labels.clear()
         addresses: dict[tuple[int, int], list[IpcacheKey]] = {}
         for key, labels in labels_by_key.items():
             self._attached[key] = _Single(resource, labels)
@@ -93,6 +98,8 @@ class Metadata:
         """Take back what this resource attached; says whether anything changed."""
         if self.attached(key, resource) is None:
             return False
+        if key.scope == SCOPE_STATIC:
+            self._static_labels.clear()
         attached = self._attached[key]
         if isinstance(attached, _Merged):
             attached.take(resource)
@@ -131,6 +138,14 @@ class Metadata:
 
     def static_labels(self, prefix: Prefix) -> LabelSet:
         """What an address is by the static prefixes alone."""
+        labels = self._static_labels.get(prefix)
+        if labels is None:
+            if len(self._static_labels) >= STATIC_LABELS_MAX:
+                self._static_labels.clear()
+            labels = self._static_labels[prefix] = self._find_static_labels(prefix)
+        return labels
+
+    def _find_static_labels(self, prefix: Prefix) -> LabelSet:
         closest = NO_LABELS
         for around in self._static_lengths.around(prefix):
             labels = self._union(IpcacheKey(SCOPE_STATIC, around))

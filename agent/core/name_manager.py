@@ -9,18 +9,20 @@ A name no selector wants is remembered, so that a selector that comes later find
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import NamedTuple, cast
 
 from sortedcontainers import SortedList
 
 from agent.core.crowd import Crowd
-from agent.core.dns_cache import DnsCache, Pair
+from agent.core.dns_cache import SAVED_WITHIN_S, DnsCache, Lifetime, Pair
 from agent.core.guard import AddressGuard
 from agent.core.identity import IdentityAllocator, NoRoom
 from agent.core.ipcache import Ipcache
 from agent.core.names import PatternIndex
+from agent.core.places import LOOKED_AT_ONCE, Account, Place, Places
 from agent.core.records import PairGone, PairRecord, Record
 from agent.core.rules import Fqdn
 from agent.core.selectors import FqdnSelector
@@ -31,10 +33,12 @@ from agent.core.types import LABEL_WORLD, Address, IpcacheKey, LabelSet, Prefix
 PAIRS_AT_ONCE = 32
 # A bound that was made smaller is reached by and by, so many addresses with each answer.
 EVICTED_AT_ONCE = 32
+# A name that is not known is looked for when its reply is judged, held and learned.
+MATCHES_MAX = 1_024
 
 
 class Learned(NamedTuple):
-    """What an answer led to: the rows its addresses need, and the pairs that are new by it."""
+    """What an answer led to: the rows its addresses need and the kernel does not hold, and the pairs that are new by it."""
 
     rows: list[RowReference]
     added: list[Pair]
@@ -45,6 +49,13 @@ class _Matched(NamedTuple):
 
     selectors: tuple[FqdnSelector, ...]
     labels: LabelSet
+
+
+class _Known(NamedTuple):
+    """What is known of a name beside its addresses. A million names share a few of these."""
+
+    selectors: tuple[FqdnSelector, ...]
+    account: Account
 
 
 @dataclass(slots=True)
@@ -77,10 +88,13 @@ class NameManager:
         self._index: PatternIndex[Fqdn] = PatternIndex()
         self._ipcache = ipcache
         self._identities = identities
-        self._selectors_by_name: dict[str, tuple[FqdnSelector, ...]] = {}  # of names in the cache
+        self._known_by_name: dict[str, _Known] = {}  # of names in the cache
+        self._known: dict[Account, dict[tuple[FqdnSelector, ...], _Known]] = {}
+        self._matches: dict[str, tuple[FqdnSelector, ...]] = {}  # of the names looked for last, since a selector came or went
         self._matched: dict[tuple[FqdnSelector, ...], _Matched] = {}  # a million names of one pattern share one of these
         self._names_in_order: SortedList[str] = SortedList()  # the same names, reversed label by label
         self._crowds: dict[tuple[int, str], Crowd] = {}
+        self._places = Places(live_s)
         self._coming: deque[_Stretch] = deque()
         self._gone: deque[_Stretch] = deque()
         self.pairs_at_once = PAIRS_AT_ONCE
@@ -113,6 +127,7 @@ class NameManager:
                 selector.identity = self._ipcache.identity_of(frozenset({selector.label, LABEL_WORLD}))
                 self.selectors[peer] = selector
                 self._index.add(peer.pattern, peer)
+                self._matches.clear()
                 stretches += self._known_below(selector)
             selector.users += 1
             yield peer
@@ -133,6 +148,7 @@ class NameManager:
             if not selector.users:
                 del self.selectors[peer]
                 self._index.remove(peer.pattern, peer)
+                self._matches.clear()
                 assert selector.identity is not None
                 self._identities.release(selector.identity)
                 stretches += self._known_below(selector)
@@ -165,6 +181,9 @@ class NameManager:
         rows = self._match_slice(self._gone, beyond_bound=True)
         if not self._gone:
             self._matched = {s: m for s, m in self._matched.items() if all(self.selectors.get(x.peer) is x for x in s)}
+            for known in self._known.values():
+                for selectors in known.keys() - self._matched.keys():
+                    del known[selectors]
         return rows
 
     def stop_coming(self) -> None:
@@ -194,19 +213,26 @@ class NameManager:
 
     def _match_again(self, name: str, *, beyond_bound: bool) -> list[RowReference]:
         """The selectors of the name may have changed; gives back the rows that change with them."""
-        before, after = self._selectors_by_name[name], self._match(name)
+        known, after = self._known_by_name[name], self._match(name)
+        before = known.selectors
         if before == after:
             return []
-        self._selectors_by_name[name] = after
+        self._known_by_name[name] = self._shared_known(after, known.account)
         pairs = list(self.cache.pairs_of(name))
         for pair in pairs:
             self._relabel(pair, before, after, beyond_bound=beyond_bound)
         return [self._ipcache.reference(IpcacheKey(pair.scope, Prefix.of(pair.address))) for pair in pairs]
 
     def _match(self, name: str) -> tuple[FqdnSelector, ...]:
-        matching = [self.selectors[peer] for peer in self._index.matching(name)]
-        selectors = sorted((s for s in matching if s.takes(name)), key=lambda selector: selector.label)
-        return self._shared(tuple(selectors)).selectors
+        selectors = self._matches.get(name)
+        if selectors is None:
+            matching = [self.selectors[peer] for peer in self._index.matching(name)]
+            in_order = sorted((s for s in matching if s.takes(name)), key=lambda selector: selector.label)
+            selectors = self._shared(tuple(in_order)).selectors
+            if len(self._matches) >= MATCHES_MAX:
+                self._matches.clear()
+            self._matches[name] = selectors
+        return selectors
 
     def _shared(self, selectors: tuple[FqdnSelector, ...]) -> _Matched:
         matched = self._matched.get(selectors)
@@ -215,13 +241,17 @@ class NameManager:
         return matched
 
     def selectors_of(self, name: str) -> tuple[FqdnSelector, ...]:
-        selectors = self._selectors_by_name.get(name)
-        return self._match(name) if selectors is None else selectors
+        known = self._known_by_name.get(name)
+        return self._match(name) if known is None else known.selectors
 
     def labels_of(self, name: str) -> LabelSet:
         return self._shared(self.selectors_of(name)).labels
 
     # --- names -------------------------------------------------------------------------------------------------------
+
+    def may_lack_room(self, name: str, more: int, scope: int) -> bool:
+        """Could so many more addresses be too many? A quick look; `make_room` knows."""
+        return len(self.cache.addresses(scope, name)) + more > self.addresses_max
 
     def make_room(self, name: str, addresses: Collection[Address], scope: int, now: float) -> list[Address]:
         """Before `learn`: where the name has as many addresses as it may, those longest unused go.
@@ -248,47 +278,117 @@ class NameManager:
                 self.forget(Pair(scope, name, address))
         return unknown
 
+    def make_place(self, name: str, account: Account, now: float) -> list[tuple[int, Address]]:
+        """Before `learn`: where all names are in use, others make way for one that is wanted (places.py).
+
+        Gives back the addresses, with their scopes, whose flows have to be looked at first (`look`); call again then. None: as
+        far as there can be, there is a place.
+        """
+        if len(self._known_by_name) < self.names_max or name in self._known_by_name or not self._match(name):
+            return []
+        places = self._places
+        if not places.leaving:
+            places.choose(self._some_places(), account)
+        pairs = {one: list(self.cache.pairs_of(one)) for one in places.leaving}
+        unknown = [
+            (pair.scope, pair.address)
+            for one in places.leaving
+            if self.selectors_of(one)
+            for pair in pairs[one]
+            if not places.is_known(pair.scope, pair.address, now)
+        ]
+        if not unknown:
+            places.leaving = ()
+            for of_one in pairs.values():
+                if not any(places.is_live(pair.scope, pair.address, now) for pair in of_one):
+                    self.take_back(of_one)
+        return unknown
+
+    def _some_places(self) -> Iterator[Place]:
+        """The next names in order, the first after the last."""
+        order, hand = self._names_in_order, self._places.hand
+        in_turn = chain(order.irange(hand, inclusive=(False, True)), order.irange(maximum=hand))
+        for backwards in islice(in_turn, LOOKED_AT_ONCE):
+            self._places.hand = backwards
+            name = _reversed(backwards)
+            answered = [self.cache.lifetimes[pair].answered_at for pair in self.cache.pairs_of(name)]
+            yield Place(name, self._known_by_name[name].account, len(answered), max(answered))
+
     def look(self, name: str, scope: int, address: Address, seen_at: float | None, now: float) -> None:
-        """When a flow of the address was seen last: asked for by `make_room`."""
+        """When a flow of the address was seen last: asked for by `make_room` or `make_place`."""
+        self._places.look(scope, address, seen_at, now)
         crowd = self._crowds.get((scope, name))
         if crowd is not None:
             crowd.seen(address, seen_at, now)
 
-    def learn(self, name: str, records: Iterable[tuple[Address, int]], scope: int, now: float) -> Learned:
-        """Take in the addresses of one answer, each with its TTL in seconds.
+    def learn(
+        self, name: str, records: Iterable[tuple[Address, int]], scope: int, now: float, account: Account = None
+    ) -> Learned:
+        """Take in the addresses of one answer, each with its TTL in seconds. account: who asked for it.
 
         Raises NoRoom when the identities' bound is reached; what this answer added is taken back then.
         """
         crowd = self._crowds.get((scope, name))
-        selectors = self._selectors_by_name.get(name)
-        if selectors is None:
-            selectors = self._match(name)
-            if len(self._selectors_by_name) >= self.names_max and name not in self._selectors_by_name:
+        known = self._known_by_name.get(name)
+        if known is None:
+            if len(self._known_by_name) >= self.names_max:
                 raise NoRoom(f"all {self.names_max} names are in use (limits.names)")
+            selectors = self._match(name)
+        else:
+            selectors = known.selectors
+            if known.account is not None and account is not None and known.account != account:
+                self._know(name, selectors, None)
         learned = Learned([], [])
+        # A `Pair` and an `IpcacheKey` are tuples; making one costs more than looking it up.
+        lifetimes = cast("dict[tuple[int, str, Address], Lifetime]", self.cache.lifetimes)
+        is_there = cast("Callable[[tuple[int, tuple[Address, int]]], bool]", self._ipcache.is_there)
         try:
             for address, ttl in records:
-                pair = Pair(scope, name, address)
-                if self.cache.update(pair, ttl, now):
-                    self._know(name, selectors)
+                lifetime = lifetimes.get((scope, name, address))
+                if lifetime is None:
+                    pair = Pair(scope, name, address)
+                    self.cache.update(pair, ttl, now)
+                    lifetime = self.cache.lifetimes[pair]
+                    if name not in self._known_by_name:
+                        self._know(name, selectors, account)
                     learned.added.append(pair)
                     self._relabel(pair, (), selectors)
+                else:
+                    self.cache.extend(lifetime, ttl, now)
                 if crowd is not None:
-                    crowd.answered(address, now, self.cache.lifetimes[pair].lives_until)
-                record = self.cache.unsaved(pair)
-                if record is not None:
-                    self.records.append(record)
-                if any(self._may_hold(selector, address) for selector in selectors):
+                    crowd.answered(address, now, lifetime.lives_until)
+                if lifetime.kept_until >= lifetime.saved_until + SAVED_WITHIN_S:
+                    self._save(scope, name, address, lifetime)
+                if selectors and not is_there((scope, (address, len(address) * 8))) and self._may_be_held(selectors, address):
                     learned.rows.append(self._ipcache.reference(IpcacheKey(scope, Prefix.of(address))))
         except NoRoom:
             self.take_back(learned.added)
             raise
         return learned
 
-    def _know(self, name: str, selectors: tuple[FqdnSelector, ...]) -> None:
-        if name not in self._selectors_by_name:
-            self._selectors_by_name[name] = selectors
+    def _know(self, name: str, selectors: tuple[FqdnSelector, ...], account: Account) -> None:
+        """The name is new, or it is on another account from now on."""
+        before = self._known_by_name.get(name)
+        if before is None:
             self._names_in_order.add(_reversed(name))
+        else:
+            self._off_account(before.account)
+        self._known_by_name[name] = self._shared_known(selectors, account)
+        self._places.accounts.add(account)
+
+    def _shared_known(self, selectors: tuple[FqdnSelector, ...], account: Account) -> _Known:
+        of_account = self._known.get(account)
+        if of_account is None:
+            of_account = self._known[account] = {}
+        known = of_account.get(selectors)
+        if known is None:
+            known = of_account[selectors] = _Known(selectors, account)
+        return known
+
+    def _off_account(self, account: Account) -> None:
+        self._places.accounts.take(account)
+        if not self._places.accounts.of(account):
+            del self._known[account]
 
     def _relabel(
         self, pair: Pair, before: tuple[FqdnSelector, ...], after: tuple[FqdnSelector, ...], *, beyond_bound: bool = False
@@ -306,6 +406,9 @@ class NameManager:
         for selector in after:
             selector.add_labels(pair.scope, (pair.address,), pair.name)
 
+    def _may_be_held(self, selectors: Iterable[FqdnSelector], address: Address) -> bool:
+        return any(self._may_hold(selector, address) for selector in selectors)
+
     def _may_hold(self, selector: FqdnSelector, address: Address) -> bool:
         """Does the address guard let this address through for the selector's policy?"""
         return self.guard.forbids(address, selector.peer.allowed) is None
@@ -315,21 +418,29 @@ class NameManager:
         self.guard = guard
         for address in changed:
             for pair in self.cache.pairs_by_address.of(address):
-                selectors = self._selectors_by_name[pair.name]
+                selectors = self._known_by_name[pair.name].selectors
                 self._relabel(pair, selectors, selectors, beyond_bound=True)
 
     def keep(self, pair: Pair, until: float) -> None:
         """A flow uses the address past its lifetime."""
         self.cache.keep(pair, until)
-        record = self.cache.unsaved(pair)
-        if record is not None:
-            self.records.append(record)
+        lifetime = self.cache.lifetimes[pair]
+        if lifetime.kept_until >= lifetime.saved_until + SAVED_WITHIN_S:
+            self._save(*pair, lifetime)
+
+    def _save(self, scope: int, name: str, address: Address, lifetime: Lifetime) -> None:
+        """Ends that moved by less than a second may wait for the next time."""
+        lifetime.saved_until = lifetime.kept_until
+        self.records.append(PairRecord(scope, name, address, lifetime.lives_until, lifetime.kept_until))
 
     def restore(self, records: Collection[PairRecord]) -> None:
         """Pairs of the process before, each once; no selector is there yet that could want them."""
         self.cache.restore(records)
-        self._selectors_by_name = dict.fromkeys((record.name for record in records), ())
-        self._names_in_order.update(map(_reversed, self._selectors_by_name))
+        known = self._shared_known((), None)
+        self._known_by_name = dict.fromkeys((record.name for record in records), known)
+        self._names_in_order.update(map(_reversed, self._known_by_name))
+        if self._known_by_name:
+            self._places.accounts.add(None, len(self._known_by_name))
 
     def holds(self, pairs: Iterable[Pair]) -> bool:
         """Is each of these addresses still one of its name's?"""
@@ -342,14 +453,15 @@ class NameManager:
 
     def forget(self, pair: Pair) -> None:
         """The address is no longer one of the name's."""
-        selectors = self._selectors_by_name.get(pair.name, ())
         if self.cache.remove(pair):
+            known = self._known_by_name[pair.name]
             self.records.append(PairGone(*pair))
-            self._relabel(pair, selectors, ())
+            self._relabel(pair, known.selectors, ())
             self._leave_crowd(pair)
             if pair.name not in self.cache.scopes_by_name:
-                del self._selectors_by_name[pair.name]
+                del self._known_by_name[pair.name]
                 self._names_in_order.remove(_reversed(pair.name))
+                self._off_account(known.account)
 
     def _leave_crowd(self, pair: Pair) -> None:
         crowd = self._crowds.get((pair.scope, pair.name))

@@ -5,9 +5,9 @@ dot inside a label. The root is ".".
 Rule 2: a pattern is a name in which `*` stands for any run of [-a-z0-9_], also an empty one, inside one label; "**." in front
 is one or more whole labels; `EVERY_NAME` alone is every name. One meaning has one spelling: runs of stars that mean the same
 are one star. A pattern without a star is one exact name.
-Rule 3: nobody's pattern becomes a regular expression. Between two stars a pattern has a literal, and taking the leftmost place
-for each literal in turn is enough: a match that takes a later place can always be changed into one that takes the first. So a
-name is read once, whatever the pattern.
+Rule 3: no pattern becomes a regular expression that could try twice. Between two stars a pattern has a literal, and taking the
+leftmost place for each literal in turn is enough: a match that takes a later place can always be changed into one that takes
+the first. So a name is read once, whatever the pattern.
 
 Two contexts differ in `EVERY_NAME` alone. `matches` is for selectors: every name of labels of the usual octets, and the root.
 `matches_question` is for DNS rules: every name that can be asked. So a question can be allowed whose answer no selector takes.
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 import idna
 
@@ -33,6 +34,7 @@ LABEL_OCTETS_MAX = 63
 NAME_OCTETS_MAX = 255
 
 # Possessive: a character is never given back, so both are linear by construction.
+_ANY_OCTETS, _ANY_LABEL = "[-a-z0-9_]*", "[-a-z0-9_]+"
 _USUAL_LABELS = re.compile(r"(?:[-a-z0-9_]++\.)++")
 _PATTERN_LABEL = re.compile(r"[-a-z0-9_*]++")
 _SURELY_NO_ADDRESS = re.compile(r"[-A-Za-z0-9_.*]{0,253}[-A-Za-z_*]\.?")
@@ -171,7 +173,7 @@ class NamePattern:
     the stars of the label left of the suffix. Both are what an index can look up.
     """
 
-    __slots__ = ("_is_deep", "_is_every", "_is_exact", "_wild", "first_wild", "suffix", "text")
+    __slots__ = ("_is_deep", "_is_every", "_is_exact", "_usual", "_wild", "first_wild", "suffix", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -184,6 +186,14 @@ class NamePattern:
         self._wild = tuple(label.split("*") for label in reversed(labels[:wild_count]))
         self.suffix = "".join(label + "." for label in labels[wild_count:])
         self.first_wild = (self._wild[0][0], self._wild[0][-1]) if self._wild else ("", "")
+        self._usual = None if self._is_exact or self._is_every else self._as_expression()
+
+    def _as_expression(self) -> re.Pattern[str] | None:
+        """The same in one call, where it is as linear: a star in a label of a known place, whose end the dot behind it says."""
+        if self._is_deep or any(len(pieces) > 2 for pieces in self._wild):
+            return None
+        labels = [_ANY_OCTETS.join(map(re.escape, pieces)) if any(pieces) else _ANY_LABEL for pieces in reversed(self._wild)]
+        return re.compile("".join(label + r"\." for label in labels) + re.escape(self.suffix))
 
     def matches(self, name: str) -> bool:
         """Does a selector with this pattern select the name? Linear in the name."""
@@ -191,6 +201,8 @@ class NamePattern:
             return name == self.text
         if self._is_every:
             return name == ROOT or _USUAL_LABELS.fullmatch(name) is not None
+        if self._usual is not None:
+            return self._usual.fullmatch(name) is not None
         if not name.endswith(self.suffix):
             return False
         # The suffix itself begins a label, so what is left ends with a dot.
@@ -250,6 +262,7 @@ def is_ancestor_of_match(name: str, pattern: str) -> bool:
 # --- many patterns ---------------------------------------------------------------------------------------------------
 
 T = TypeVar("T", bound=Hashable)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class PatternIndex(Generic[T]):
@@ -312,9 +325,10 @@ class PatternIndex(Generic[T]):
     def matching(self, name: str) -> list[T]:
         """The values whose pattern selects the name, each once; the order depends on the additions and removals alone."""
         found = dict.fromkeys(self._exact.get(name, ()))
-        for pattern, values in self._candidates(name):
-            if pattern.matches(name):
-                found.update(values)
+        if self._wild:
+            for pattern, values in self._candidates(name):
+                if pattern.matches(name):
+                    found.update(values)
         if self._every and (name == ROOT or _USUAL_LABELS.fullmatch(name)):
             found.update(self._every)
         return list(found)
@@ -322,6 +336,15 @@ class PatternIndex(Generic[T]):
     def matching_question(self, name: str) -> list[T]:
         """The same for patterns of DNS rules."""
         return list(dict.fromkeys((*self.matching(name), *self._every)))
+
+    def writes_out(self, name: str) -> bool:
+        """Is the name one of the patterns?"""
+        return name in self._exact
+
+    def pattern_of(self, value: T, name: str) -> str:
+        """Of this value's patterns with a star, of which one selects the name, the longest that does."""
+        found = [pattern.text for pattern, values in self._candidates(name) if value in values and pattern.matches(name)]
+        return max(found, key=lambda text: (len(text), text), default=EVERY_NAME)
 
     def is_ancestor(self, name: str) -> bool:
         """Can some name below this one match one of the patterns? (`is_ancestor_of_match` for all of them.)"""
@@ -334,10 +357,13 @@ class PatternIndex(Generic[T]):
     def _candidates(self, name: str) -> Iterator[tuple[NamePattern, dict[T, None]]]:
         start = 0
         while (dot := name.find(".", start)) >= 0:
-            label, suffix = name[start:dot], name[dot + 1 :]
-            for head, tail in self._lengths_by_suffix.get(suffix, ()):
-                if len(label) >= head + tail:
-                    yield from self._wild.get((suffix, label[:head], label[len(label) - tail :]), {}).values()
+            suffix = name[dot + 1 :]
+            lengths = self._lengths_by_suffix.get(suffix)
+            if lengths is not None:
+                label = name[start:dot]
+                for head, tail in lengths:
+                    if len(label) >= head + tail:
+                        yield from self._wild.get((suffix, label[:head], label[len(label) - tail :]), _NOTHING).values()
             start = dot + 1
 
     def _count_lengths(self, pattern: NamePattern, by: int) -> None:

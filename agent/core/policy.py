@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agent.core.names import NamePattern, PatternIndex
+from agent.core.names import EVERY_NAME, NamePattern, PatternIndex
 from agent.core.rules import Cidr, Endpoints, Entity, Fqdn, Peer, Policy, Ports, Rule
 from agent.core.types import (
     LABEL_HOST,
@@ -37,6 +37,8 @@ COST_OF_PATTERN = 3
 LABEL_ENDPOINT = "reserved:endpoint"
 PROTOCOLS_OF_DNS = (PROTOCOL_UDP, PROTOCOL_TCP)
 COOKIE_NONE = 0
+# The same questions come again and again; a policy judges each once. About 1 MB where every one is new.
+VERDICTS_MAX = 8_192
 
 
 class Block(NamedTuple):
@@ -71,11 +73,14 @@ class DnsRule(NamedTuple):
 
 
 class DnsVerdict(NamedTuple):
-    """ask_server: the server that was asked is asked itself, else the agent's upstreams. cookie: of the rule that allows."""
+    """ask_server: the server that was asked is asked itself, else the agent's upstreams. cookie: of the rule that allows;
+    pattern: of its patterns the one that takes the name, None where a rule writes it out.
+    """
 
     allowed: bool
     ask_server: bool
     cookie: int
+    pattern: str | None
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class CompiledPolicy:
     prefixes: frozenset[Prefix] = field(compare=False)
     _questions: _Questions = field(compare=False)
     _cookies: frozenset[int] = field(compare=False)
+    _verdicts: dict[tuple[str, LabelSet, int, int], DnsVerdict] = field(compare=False, default_factory=dict)
 
     def __hash__(self) -> int:
         """Equal policies are found without comparing all of them; few that differ are of the same rules."""
@@ -106,6 +112,15 @@ class CompiledPolicy:
 
     def may_ask(self, name: str, labels: LabelSet, port: int, protocol: int) -> DnsVerdict:
         """Judge a question for `name` to a server with these labels."""
+        question = name, labels, port, protocol
+        verdict = self._verdicts.get(question)
+        if verdict is None:
+            if len(self._verdicts) >= VERDICTS_MAX:
+                self._verdicts.clear()
+            verdict = self._verdicts[question] = self._judge(*question)
+        return verdict
+
+    def _judge(self, name: str, labels: LabelSet, port: int, protocol: int) -> DnsVerdict:
         asked: DnsVerdict | None = None
         for place in self._questions.rules_for(name):
             rule = self.dns[place]
@@ -115,9 +130,9 @@ class CompiledPolicy:
             if peer is None or any(NamePattern(text).matches(name) for text in rule.excepts):
                 continue
             if not _names_server(peer):
-                return DnsVerdict(True, False, rule.cookie)
-            asked = asked or DnsVerdict(True, True, rule.cookie)
-        return asked or DnsVerdict(False, False, COOKIE_NONE)
+                return DnsVerdict(True, False, rule.cookie, self._questions.pattern_of(place, rule, name))
+            asked = asked or DnsVerdict(True, True, rule.cookie, self._questions.pattern_of(place, rule, name))
+        return asked or DnsVerdict(False, False, COOKIE_NONE, None)
 
     def has_names_below(self, name: str) -> bool:
         """Is the name an ancestor of a name that may be asked? Then it exists (NODATA), whatever the truth (RFC 8020)."""
@@ -142,6 +157,14 @@ class _Questions:
 
     def rules_for(self, name: str) -> list[int]:
         return sorted((*self._every, *self._fqdns.matching(name), *self._names.matching_question(name)))
+
+    def pattern_of(self, place: int, rule: DnsRule, name: str) -> str | None:
+        """By which one this rule takes the name; None where any rule writes it out."""
+        if self._fqdns.writes_out(name) or self._names.writes_out(name):
+            return None
+        if len(rule.names) <= 1:
+            return rule.names[0] if rule.names else EVERY_NAME
+        return (self._fqdns if rule.in_fqdns else self._names).pattern_of(place, name)
 
     def is_ancestor(self, name: str) -> bool:
         return bool(self._every) or self._fqdns.is_ancestor(name) or self._names.is_ancestor(name)

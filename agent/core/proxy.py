@@ -12,11 +12,13 @@ Rule 3: a reply goes byte for byte as it came, or not at all.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
 
 from agent.core.aliases import Aliases
 from agent.core.barrier import Barrier
+from agent.core.distinct import DistinctNames
 from agent.core.dns_cache import Pair
 from agent.core.events import (
     AskerGone,
@@ -32,14 +34,16 @@ from agent.core.events import (
     UpstreamFailed,
 )
 from agent.core.groups import Groups
+from agent.core.health import Health
 from agent.core.history import NameHistory
 from agent.core.identity import NoRoom
 from agent.core.ipcache import Ipcache
 from agent.core.known_bad import KnownBad
-from agent.core.name_manager import NameManager
+from agent.core.name_manager import Learned, NameManager
 from agent.core.policy import COOKIE_NONE, CompiledPolicy
 from agent.core.reconciler import Reconciler
 from agent.core.settings import Settings, Upstream
+from agent.core.sparing import Sparing
 from agent.core.tables import NO_ROOM
 from agent.core.types import PROTOCOL_UDP, SCOPE_SHARED, Address, text_of
 from agent.dns import messages
@@ -47,48 +51,58 @@ from agent.dns.messages import ExtendedError
 from agent.dns.removal import guarded_addresses, without_addresses
 from agent.dns.wire import TYPE_AXFR, TYPE_IXFR, Question, Rcode, Status, WireError, read_question, read_reply
 
-# A stub resolver gives up after 5 s. Answering at 4 s, whatever happened, keeps it from asking the next server in vain.
-QUESTION_S_MAX = 4.0
+# A stub resolver gives up after 5 s. An answer before 4 s, whatever happened, keeps it from asking the next server in vain;
+# what is left to the 4 s is for a busy loop and the way to the client.
+QUESTION_S_MAX = 3.8
+DEADLINES_SLACK = 4_096
+_NO_LOOKS: frozenset[tuple[int, Address]] = frozenset()
+_ZONE_TRANSFERS = frozenset((TYPE_AXFR, TYPE_IXFR))
 # With two upstreams a silent first one leaves the second time enough; with one the whole budget is its own.
 TRY_S_MAX = 1.5
 
 
-@dataclass(slots=True)
 class Transaction:
     """A question from when it is taken until it is answered.
 
     tries: upstreams not asked yet. due_at: when to look at it again; an older entry in the heap means nothing.
     received, taught: the upstream's octets and their addresses; reply, addresses: without what the address guard took out.
-    looks: (scope, address) whose flows have to be looked at before the reply can be learned.
-    pairs: what the reply teaches, in each scope. is_allowed: by policy, not by audit; judged_by: by which one.
-    name: what is judged and taught, the name asked or, for a target of an allowed chain, the name that led there.
+    is_all: `received` holds no other addresses. looks: (scope, address) whose flows have to be looked at before the reply can
+    be learned. pairs: what the reply teaches, in each scope, while it is held. is_allowed: by policy, not by audit; judged_by:
+    by which one. name: what is judged and taught, the name asked or, for a target of an allowed chain, the one that led there.
+
+    Not a dataclass: nearly every question is answered before most of this is ever set.
     """
 
-    number: int
-    query: Query
-    question: Question
-    endpoint: int
-    asked_at: float
-    deadline: float
-    cookie: int = COOKIE_NONE
-    is_allowed: bool = False
-    ask_server: bool = False
+    is_allowed = False
+    ask_server = False
+    pattern: str | None = None
     judged_by: CompiledPolicy | None = None
-    name: str = ""
-    tries: list[Upstream] = field(default_factory=list)
+    name = ""
+    tries: list[Upstream]
     upstream: Upstream | None = None
     last_reply: bytes | None = None
-    received: bytes = b""
+    received = b""
     taught: tuple[tuple[Address, int], ...] = ()
+    is_all = False
     chain: tuple[str, ...] = ()
     reply: bytes | None = None
     barrier: Barrier | None = None
     addresses: tuple[tuple[Address, int], ...] = ()
-    replied_at: float = 0.0
-    looks: set[tuple[int, Address]] = field(default_factory=set)
+    replied_at = 0.0
+    looks: AbstractSet[tuple[int, Address]]
     pairs: tuple[Pair, ...] = ()
-    due_at: float = 0.0
-    rows_waited_for: int = 0
+    due_at = 0.0
+    rows_waited_for = 0
+
+    def __init__(self, number: int, query: Query, question: Question, endpoint: int, now: float) -> None:
+        self.number = number
+        self.query = query
+        self.question = question
+        self.endpoint = endpoint
+        self.asked_at = now
+        self.deadline = now + QUESTION_S_MAX
+        self.cookie = COOKIE_NONE
+        self.looks = _NO_LOOKS
 
 
 class Proxy:
@@ -106,9 +120,13 @@ class Proxy:
     ) -> None:
         self.settings = settings
         self.transactions: dict[int, Transaction] = {}
-        self.counters: dict[str, int] = {}
+        self.counters: dict[str, int] = defaultdict(int)
+        self.health = Health(settings.upstreams)
         self.history = NameHistory(settings.history_max)
         self._aliases = Aliases(settings.history_max)
+        self.distinct = DistinctNames(settings.names_per_minute)
+        self.is_watched = False  # somebody reads what becomes of each question
+        self._sparing = Sparing()
         self.is_started = False
         self._groups = groups
         self._names = names
@@ -132,6 +150,7 @@ class Proxy:
         endpoint = self._groups.endpoint_at(query.client)
         if endpoint is None:
             self._count("questions from nobody")
+            self._end(None, None, query, "ignored", now, "no endpoint has this address")
             return
         self._count("questions")
         try:
@@ -141,21 +160,22 @@ class Proxy:
             answer = messages.refusal(query.message, error)
             if answer is not None:
                 self._effects.append(SendReply(query.asker, answer))
+            self._end(None, endpoint, query, "ignored" if answer is None else "refused", now, error.fault.value)
             return
-        transaction = Transaction(self._next, query, question, endpoint, now, now + QUESTION_S_MAX)
+        transaction = Transaction(self._next, query, question, endpoint, now)
         self._next += 1
-        if question.qtype in (TYPE_AXFR, TYPE_IXFR):
-            self._deny(
-                transaction, messages.denied(question, Rcode.REFUSED, ExtendedError.NOT_SUPPORTED, "no zone transfers"), now
-            )
+        if question.qtype in _ZONE_TRANSFERS:
+            why = "no zone transfers"
+            answer = messages.denied(question, Rcode.REFUSED, ExtendedError.NOT_SUPPORTED, why)
+            self._deny(transaction, answer, now, why)
         elif (
             len(self.transactions) >= self.settings.open_questions_max
             or self._open_by_endpoint.get(endpoint, 0) >= self.settings.open_questions_per_endpoint_max
         ):
             self._count("questions over the bound")
-            self._effects.append(
-                SendReply(query.asker, messages.servfail(question, ExtendedError.OTHER, "too many open questions"))
-            )
+            why = "too many open questions"
+            self._effects.append(SendReply(query.asker, messages.servfail(question, ExtendedError.OTHER, why)))
+            self._end(transaction, endpoint, query, "failed", now, why)
         elif not self.is_started or self._groups.endpoints[endpoint].group is None:
             self._open(transaction)
             transaction.deadline = now + self.settings.gate_deadline_s
@@ -180,18 +200,25 @@ class Proxy:
         if not self._may_ask(transaction):
             self._deny(transaction, self._denied_answer(transaction), now)
             return
-        transaction.tries = self._whom_to_ask(transaction)
+        pattern = transaction.pattern
+        if pattern is not None and not self.distinct.may_ask(transaction.endpoint, pattern, transaction.name, now):
+            self._count("questions over names-per-minute")
+            why = "too many names in a minute (dns.names-per-minute)"
+            self._deny(transaction, self._denied_answer(transaction, why), now, why)
+            return
+        transaction.tries = self._whom_to_ask(transaction, now)
         self._open(transaction)
         self._ask(transaction, now)
 
-    def _whom_to_ask(self, transaction: Transaction) -> list[Upstream]:
+    def _whom_to_ask(self, transaction: Transaction, now: float) -> list[Upstream]:
         if transaction.ask_server or not self.settings.upstreams:
             return [Upstream(transaction.query.server, transaction.query.port)]
-        return list(self.settings.upstreams)
+        return self.health.order(now)
 
     def _may_ask(self, transaction: Transaction) -> bool:
-        compiled, query = self._compiled(transaction), transaction.query
-        labels = self._ipcache.label_set(self._groups.endpoints[transaction.endpoint].scope, query.server)
+        query, endpoint = transaction.query, self._groups.endpoints[transaction.endpoint]
+        compiled = self._compiled(transaction)
+        labels = self._ipcache.label_set(endpoint.scope, query.server)
         transaction.name = transaction.question.name
         verdict = compiled.may_ask(transaction.name, labels, query.port, query.protocol)
         if not verdict.allowed and self.settings.follow_cnames:
@@ -199,7 +226,7 @@ class Proxy:
             if origin is not None:
                 transaction.name = origin
                 verdict = compiled.may_ask(origin, labels, query.port, query.protocol)
-        transaction.is_allowed, transaction.cookie, transaction.ask_server = verdict.allowed, verdict.cookie, verdict.ask_server
+        transaction.is_allowed, transaction.ask_server, transaction.cookie, transaction.pattern = verdict
         transaction.judged_by = compiled
         return verdict.allowed or compiled.audit
 
@@ -208,16 +235,16 @@ class Proxy:
         assert compiled is not None, "a question was judged before its endpoint had a policy"
         return compiled
 
-    def _denied_answer(self, transaction: Transaction) -> bytes:
+    def _denied_answer(self, transaction: Transaction, why: str = "not allowed by policy") -> bytes:
         question, rcode = transaction.question, self.settings.denied_rcode
         if rcode == Rcode.NXDOMAIN and self._compiled(transaction).has_names_below(question.name):
             rcode = Rcode.NOERROR
-        return messages.denied(question, rcode, ExtendedError.BLOCKED, "not allowed by policy")
+        return messages.denied(question, rcode, ExtendedError.BLOCKED, why)
 
-    def _deny(self, transaction: Transaction, answer: bytes, now: float) -> None:
+    def _deny(self, transaction: Transaction, answer: bytes, now: float, why: str = "") -> None:
         self._count("questions denied")
         self._effects.append(SendReply(transaction.query.asker, answer))
-        self._fact("question", transaction, now, verdict="denied")
+        self._end(transaction, transaction.endpoint, transaction.query, "denied", now, why)
 
     # --- upstream ----------------------------------------------------------------------------------------------------
 
@@ -242,6 +269,8 @@ class Proxy:
         if answer.status is Status.MISMATCH:
             self._count("replies mismatched")
             return
+        if self.health.silences and transaction.upstream is not None:
+            self.health.answered(transaction.upstream)
         if answer.status in (Status.MALFORMED, Status.LOOP):
             self._count(f"replies {answer.status.value}")
             self._try_next(transaction, f"upstream sent a {answer.status.value} reply", now)
@@ -250,17 +279,17 @@ class Proxy:
             transaction.last_reply = reply.message
             self._try_next(transaction, "", now)
             return
-        self._effects.append(Forget(transaction.number))
         message = reply.message
         if answer.status is Status.TRUNCATED:
             message = messages.truncated(message, question)
         transaction.received, transaction.taught, transaction.replied_at = message, answer.addresses, now
-        transaction.chain = answer.chain
+        transaction.chain, transaction.is_all = answer.chain, answer.is_all
         self._hold(transaction, now)
 
     def take_failure(self, failure: UpstreamFailed, now: float) -> None:
         transaction = self.transactions.get(failure.transaction)
-        if transaction is not None and transaction.reply is None:
+        if transaction is not None and transaction.reply is None and transaction.upstream is not None:
+            self.health.failed(transaction.upstream, now)
             self._try_next(transaction, failure.why, now)
 
     def _try_next(self, transaction: Transaction, why: str, now: float) -> None:
@@ -278,26 +307,26 @@ class Proxy:
 
     def _hold(self, transaction: Transaction, now: float) -> None:
         """Learn what the reply teaches and take its barrier from the rows as they stand (barrier.py)."""
-        if transaction.judged_by is not self._compiled(transaction) and not self._may_still_ask(transaction, now):
+        compiled = self._compiled(transaction)
+        if transaction.judged_by is not compiled and not self._may_still_ask(transaction, now):
             return
-        if not self._guard(transaction, now):
+        if not self._guard(transaction, compiled, now):
             return
         # A question let through by audit alone opens nothing.
         if not transaction.addresses or not transaction.is_allowed:
             self._release(transaction, now)
             return
-        name, is_wanted = transaction.name, self._is_wanted(transaction)
-        rows, added = [], []
+        name, is_wanted, scopes = transaction.name, self._is_wanted(transaction, compiled), self._teachable(transaction)
+        learned: list[tuple[int, Learned]] = []
         try:
-            if not self._has_room(transaction, now):
+            if not self._has_room(transaction, scopes, now):
                 return
-            for scope in self._teachable(transaction):
-                learned = self._names.learn(name, transaction.addresses, scope, now)
-                self._bring(transaction, scope, learned.added)
-                rows += learned.rows
-                added += learned.added
+            for scope in scopes:
+                of_scope = self._names.learn(name, transaction.addresses, scope, now, transaction.endpoint)
+                learned.append((scope, of_scope))
         except NoRoom as error:
             self._count("replies without room")
+            self._bring(transaction, learned)
             self._let_go(transaction, has_room=False)
             if is_wanted:
                 self._give_up(transaction, str(error), now)
@@ -309,8 +338,16 @@ class Proxy:
             ttl = max(ttl for _, ttl in transaction.addresses)
             lifetime = min(max(float(ttl), self.settings.ttl_floor_s), self.settings.ttl_cap_s)
             self._aliases.note(name, transaction.chain[1:], now + lifetime)
-        if not is_wanted or (KnownBad.NOTHING_CHANGED_NO_WAIT in self._known_bad and not added):
+        rows = [row for _, of_scope in learned for row in of_scope.rows] if is_wanted else []
+        if KnownBad.NOTHING_CHANGED_NO_WAIT in self._known_bad and not any(of_scope.added for _, of_scope in learned):
             rows = []
+        if not rows:
+            # The client has these addresses now, whoever else waits for rows of theirs.
+            for pair in self._pairs(transaction, scopes) if self._bringers else ():
+                self._bringers.pop(pair, None)
+            self._release(transaction, now)
+            return
+        self._bring(transaction, learned)
         self._reconciler.settle()
         transaction.barrier = self._reconciler.barriers.take(rows, must_be_present=True)
         transaction.rows_waited_for = len(transaction.barrier.missing)
@@ -323,20 +360,27 @@ class Proxy:
         self._number_by_barrier[id(transaction.barrier)] = transaction.number
         self._due(transaction, self._gate_ends(transaction))
 
-    def _has_room(self, transaction: Transaction, now: float) -> bool:
+    @staticmethod
+    def _pairs(transaction: Transaction, scopes: Iterable[int]) -> list[Pair]:
+        return [Pair(scope, transaction.name, address) for scope in scopes for address, _ in transaction.addresses]
+
+    def _has_room(self, transaction: Transaction, scopes: Iterable[int], now: float) -> bool:
         """May the name have these addresses too? Raises NoRoom. False: flows have to be looked at first (`take_look`)."""
-        addresses = {address for address, _ in transaction.addresses}
-        transaction.looks = {
-            (scope, address)
-            for scope in self._teachable(transaction)
-            for address in self._names.make_room(transaction.name, addresses, scope, now)
-        }
-        for scope, address in sorted(transaction.looks):
+        name, names = transaction.name, self._names
+        looks: set[tuple[int, Address]] = set()
+        for scope in scopes:
+            if names.may_lack_room(name, len(transaction.addresses), scope):
+                addresses = {address for address, _ in transaction.addresses}
+                looks.update((scope, address) for address in names.make_room(name, addresses, scope, now))
+        looks.update(names.make_place(name, transaction.endpoint, now))
+        transaction.looks = looks
+        if not looks:
+            return True
+        for scope, address in sorted(looks):
             self._numbers_by_look.setdefault((scope, address), set()).add(transaction.number)
             self._effects.append(ReadLastSeen(scope, address))
-        if transaction.looks:
-            self._due(transaction, self._gate_ends(transaction))
-        return not transaction.looks
+        self._due(transaction, self._gate_ends(transaction))
+        return False
 
     def take_look(self, seen: LastSeen, now: float) -> None:
         """A flow of the address was seen last at this time: replies may wait to know it."""
@@ -346,7 +390,7 @@ class Proxy:
             if transaction is None or look not in transaction.looks:
                 continue
             self._names.look(transaction.name, *look, seen.at, now)
-            transaction.looks.discard(look)
+            transaction.looks = transaction.looks - {look}
             if not transaction.looks:
                 self._hold(transaction, now)
 
@@ -367,7 +411,7 @@ class Proxy:
             return True
         transaction.reply = transaction.last_reply = None
         transaction.barrier = None
-        transaction.tries = self._whom_to_ask(transaction)
+        transaction.tries = self._whom_to_ask(transaction, now)
         self._try_next(transaction, "the policy changed while the question was open", now)
         return False
 
@@ -377,19 +421,25 @@ class Proxy:
         scopes = self._groups.scopes_of(transaction.endpoint)
         return tuple(scope for scope in scopes if scope != SCOPE_SHARED) if transaction.ask_server else scopes
 
-    def _guard(self, transaction: Transaction, now: float) -> bool:
+    def _guard(self, transaction: Transaction, compiled: CompiledPolicy, now: float) -> bool:
         """Take guarded addresses out of the reply (DECISIONS 13); says whether it can go on. Under audit nothing is altered."""
         transaction.reply, transaction.addresses = transaction.received, transaction.taught
-        compiled, question = self._compiled(transaction), transaction.question
+        question = transaction.question
         if compiled.audit:
             return True
-        wanting = [s for s in self._names.selectors_of(transaction.name) if s.label in compiled.fqdn_labels]
-        allowed = [prefix for selector in wanting for prefix in selector.peer.allowed]
-        kinds = guarded_addresses(transaction.received, lambda address: self._names.guard.forbids(address, allowed))
+        selectors, forbids = self._names.selectors_of(transaction.name), self._names.guard.forbids
+        allowed = [prefix for s in selectors if s.peer.allowed and s.label in compiled.fqdn_labels for prefix in s.peer.allowed]
+        if transaction.is_all and not any(forbids(address, allowed) for address, _ in transaction.taught):
+            return True
+        kinds = guarded_addresses(transaction.received, lambda address: forbids(address, allowed))
         if not kinds:
             return True
         self._count("replies with guarded addresses")
-        self._fact("guard", transaction, now, addresses={text_of(address): str(kind) for address, kind in kinds.items()})
+        unsaid = 0 if self.is_watched else self._sparing.may_say(("guard", transaction.endpoint), now)
+        if unsaid is not None:
+            addresses = {text_of(address): str(kind) for address, kind in kinds.items()}
+            asked = {"endpoint": transaction.endpoint, "name": question.name, "type": question.qtype}
+            self._effects.append(Fact("guard", now, {**asked, "addresses": addresses, "unsaid": unsaid}))
         altered = without_addresses(transaction.received, question, kinds)
         if altered is None:
             self._fail(transaction, ExtendedError.BLOCKED, "a guarded address in a reply that cannot be altered", now)
@@ -399,16 +449,17 @@ class Proxy:
         return True
 
     def _note(self, transaction: Transaction, now: float) -> None:
-        self.history.expire(now)
         scope, name = self._groups.endpoints[transaction.endpoint].scope, transaction.name
         for address, _ in transaction.addresses:
-            lifetime = self._names.cache.lifetimes.get(Pair(scope, name, address))
-            until = lifetime.lives_until if lifetime is not None else now
-            self.history.note(name, address, transaction.endpoint, transaction.chain, until, now)
+            if self.history.is_due(name, address, transaction.endpoint, transaction.chain, now):
+                lifetime = self._names.cache.lifetimes.get(Pair(scope, name, address))
+                until = lifetime.lives_until if lifetime is not None else now
+                self.history.expire(now)
+                self.history.note(name, address, transaction.endpoint, transaction.chain, until, now)
 
-    def _is_wanted(self, transaction: Transaction) -> bool:
+    def _is_wanted(self, transaction: Transaction, compiled: CompiledPolicy) -> bool:
         """Does a selector of the asking endpoint want the name? Else there is nothing to wait for."""
-        return bool(self._compiled(transaction).fqdn_labels & self._names.labels_of(transaction.name))
+        return not compiled.fqdn_labels.isdisjoint(self._names.labels_of(transaction.name))
 
     def barriers_over(self, barriers: Iterable[Barrier], now: float) -> None:
         """Rows were acknowledged, or cannot be written."""
@@ -426,7 +477,7 @@ class Proxy:
         if barrier.error is not None:
             self._let_go(transaction, has_room=barrier.errno not in NO_ROOM)
             self._give_up(transaction, barrier.error, now)
-        elif self._is_wanted(transaction) and not self._holds_all(transaction):
+        elif self._is_wanted(transaction, self._compiled(transaction)) and not self._holds_all(transaction):
             # The rows are there for other names' sake: this name lost an address meanwhile.
             self._give_up(transaction, "an address of the reply is held no longer", now)
         else:
@@ -444,11 +495,12 @@ class Proxy:
         else:
             self._fail(transaction, ExtendedError.NOT_READY, why, now)
 
-    def _bring(self, transaction: Transaction, scope: int, added: Iterable[Pair]) -> None:
-        name = transaction.name
-        pairs = tuple(Pair(scope, name, address) for address, _ in transaction.addresses)
-        for pair in added:
-            self._bringers[pair] = set()
+    def _bring(self, transaction: Transaction, learned: list[tuple[int, Learned]]) -> None:
+        """The reply is held, and what is new by it with it."""
+        for _, of_scope in learned:
+            for pair in of_scope.added:
+                self._bringers[pair] = set()
+        pairs = self._pairs(transaction, [scope for scope, _ in learned])
         for pair in pairs:
             if pair in self._bringers:
                 self._bringers[pair].add(transaction.number)
@@ -490,14 +542,15 @@ class Proxy:
         message = messages.fit(transaction.reply, transaction.question, transaction.query.protocol)
         self._effects.append(SendReply(transaction.query.asker, message))
         self._count("replies released")
-        self._fact("question", transaction, now, verdict="allowed", outcome="released")
+        if self.is_watched:
+            self._end(transaction, transaction.endpoint, transaction.query, "released", now)
 
     def _fail(self, transaction: Transaction, reason: ExtendedError, why: str, now: float) -> None:
         self._close(transaction)
         answer = messages.servfail(transaction.question, reason, why)
         self._effects.append(SendReply(transaction.query.asker, answer))
         self._count("replies failed")
-        self._fact("question", transaction, now, verdict="allowed", outcome="failed", why=why)
+        self._end(transaction, transaction.endpoint, transaction.query, "failed", now, why)
 
     def expire(self, now: float) -> None:
         """Deadlines that have come."""
@@ -512,24 +565,30 @@ class Proxy:
                 self._fail(transaction, ExtendedError.NOT_READY, "still starting", now)
             else:
                 self._count("upstream tries without an answer")
+                self.health.failed(transaction.upstream, now)
                 self._try_next(transaction, "no upstream answered in time", now)
 
     def _gate_deadline(self, transaction: Transaction, now: float) -> None:
         self._count("gate deadlines")
         self._give_up(transaction, "the addresses are not in the kernel yet", now)
 
-    def asker_gone(self, gone: AskerGone) -> None:
+    def asker_gone(self, gone: AskerGone, now: float) -> None:
         for number in list(self._numbers_by_asker.get(gone.asker, ())):
             transaction = self.transactions[number]
             if transaction.reply is None and transaction.upstream is not None:
                 self._effects.append(Forget(number))
             self._close(transaction)
             self._count("askers gone")
+            self._end(transaction, transaction.endpoint, transaction.query, "gone", now, "the client hung up")
 
-    def endpoint_gone(self, endpoint: int) -> None:
+    def endpoint_gone(self, endpoint: int, now: float) -> None:
         for transaction in [t for t in self.transactions.values() if t.endpoint == endpoint]:
             self._effects.append(Forget(transaction.number))
             self._close(transaction)
+            self._end(transaction, endpoint, transaction.query, "gone", now, "its endpoint is gone")
+        self.distinct.forget(endpoint)
+        for kind in ("question", "guard"):
+            self._sparing.forget((kind, endpoint))
 
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
@@ -538,22 +597,25 @@ class Proxy:
 
     def _open(self, transaction: Transaction) -> None:
         self.transactions[transaction.number] = transaction
-        self._numbers_by_asker.setdefault(transaction.query.asker, set()).add(transaction.number)
         self._open_by_endpoint[transaction.endpoint] = self._open_by_endpoint.get(transaction.endpoint, 0) + 1
+        if transaction.query.protocol != PROTOCOL_UDP:  # who asks by datagrams is never gone
+            self._numbers_by_asker.setdefault(transaction.query.asker, set()).add(transaction.number)
 
     def _close(self, transaction: Transaction) -> None:
         del self.transactions[transaction.number]
-        self._let_go(transaction)
+        if transaction.pairs:
+            self._let_go(transaction)
         self._forget_barrier(transaction)
-        numbers = self._numbers_by_asker[transaction.query.asker]
-        numbers.discard(transaction.number)
-        if not numbers:
-            del self._numbers_by_asker[transaction.query.asker]
         left = self._open_by_endpoint[transaction.endpoint] - 1
         if left:
             self._open_by_endpoint[transaction.endpoint] = left
         else:
             del self._open_by_endpoint[transaction.endpoint]
+        if transaction.query.protocol != PROTOCOL_UDP:
+            numbers = self._numbers_by_asker[transaction.query.asker]
+            numbers.discard(transaction.number)
+            if not numbers:
+                del self._numbers_by_asker[transaction.query.asker]
 
     def _forget_barrier(self, transaction: Transaction) -> None:
         if transaction.barrier is not None:
@@ -563,27 +625,44 @@ class Proxy:
     def _due(self, transaction: Transaction, at: float) -> None:
         transaction.due_at = at
         heapq.heappush(self._deadlines, (at, transaction.number))
+        if len(self._deadlines) > DEADLINES_SLACK + 4 * len(self.transactions):
+            # Nearly all are of questions that were answered long before.
+            self._deadlines = [(t.due_at, t.number) for t in self.transactions.values()]
+            heapq.heapify(self._deadlines)
 
     def _count(self, what: str) -> None:
-        self.counters[what] = self.counters.get(what, 0) + 1
+        self.counters[what] += 1
 
-    def _fact(self, kind: str, transaction: Transaction, now: float, **fields: object) -> None:
-        query = transaction.query
-        self._effects.append(
-            Fact(
-                kind,
-                now,
-                {
-                    "endpoint": transaction.endpoint,
-                    "name": transaction.question.name,
-                    "type": transaction.question.qtype,
-                    "server": text_of(query.server),
-                    "protocol": "udp" if query.protocol == PROTOCOL_UDP else "tcp",
-                    "cookie": transaction.cookie,
-                    "upstream_s": round(transaction.replied_at - transaction.asked_at, 6) if transaction.replied_at else None,
-                    "gate_s": round(now - transaction.replied_at, 6) if transaction.replied_at else None,
-                    "rows": transaction.rows_waited_for,
-                    **fields,
-                },
-            )
-        )
+    def _end(
+        self,
+        transaction: Transaction | None,
+        endpoint: int | None,
+        query: Query,
+        outcome: str,
+        now: float,
+        why: str = "",
+    ) -> None:
+        """The one fact about a question that is over. Where nobody watches: one a second of each endpoint, of what is unusual.
+
+        transaction: None where the question could not be read.
+        """
+        unsaid = 0 if self.is_watched else self._sparing.may_say(("question", endpoint), now)
+        if unsaid is None:
+            return
+        fields: dict[str, object] = {"endpoint": endpoint, "client": text_of(query.client), "server": text_of(query.server)}
+        fields["protocol"] = "udp" if query.protocol == PROTOCOL_UDP else "tcp"
+        if transaction is not None:
+            replied_at, upstream = transaction.replied_at, transaction.upstream
+            verdict = None if transaction.judged_by is None else "allowed" if transaction.is_allowed else "audited"
+            fields |= {
+                "name": transaction.question.name,
+                "type": transaction.question.qtype,
+                "verdict": "denied" if outcome == "denied" else verdict,
+                "cookie": transaction.cookie,
+                "upstream": text_of(upstream.address) if upstream is not None else None,
+                "upstream_s": round(replied_at - transaction.asked_at, 6) if replied_at else None,
+                "gate_s": round(now - replied_at, 6) if replied_at else None,
+                "rows": transaction.rows_waited_for,
+            }
+        fields |= {"outcome": outcome, "why": why or None, "unsaid": unsaid or None}
+        self._effects.append(Fact("question", now, fields))

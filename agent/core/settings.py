@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agent.core.types import PORT_DNS, Address, Prefix
+from agent.core.types import PORT_DNS, Address, Prefix, text_of
 from agent.dns.wire import Rcode
 
 
@@ -15,13 +15,20 @@ class Upstream(NamedTuple):
     address: Address
     port: int = PORT_DNS
 
+    def __str__(self) -> str:
+        address = text_of(self.address)
+        if self.port == PORT_DNS:
+            return address
+        return f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """upstreams: in the order in which they are tried; none: the server that was asked is asked itself.
 
-    allow_addresses: what the address guard lets through for every name. *_s: seconds. denied_rcode: NXDOMAIN, or REFUSED. The
-    bounds are those of DESIGN: reaching one is counted and seen.
+    allow_addresses: what the address guard lets through for every name. *_s: seconds. denied_rcode: NXDOMAIN, or REFUSED.
+    names_per_minute: different ones that one endpoint may ask under one pattern, 0 for any number. The bounds are those of
+    DESIGN: reaching one is counted and seen.
     """
 
     upstreams: tuple[Upstream, ...] = ()
@@ -39,6 +46,7 @@ class Settings:
     open_questions_per_endpoint_max: int = 512
     held_replies_max: int = 4_096
     names_max: int = 1_000_000
+    names_per_minute: int = 0
     history_max: int = 100_000
     addresses_per_name_max: int = 1_000
     identities_max: int = 16_384

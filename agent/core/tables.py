@@ -114,6 +114,11 @@ class KernelTable:
         row = self.desired.get(key)
         return RowReference(self.name, key, row.revision if row is not None else self.pending.get(key, 0))
 
+    def is_there(self, key: Key) -> bool:
+        """Does the kernel hold the row as it is wanted? Cheaper than a reference, and what nearly every reply needs to know."""
+        row = self.desired.get(key)
+        return row is not None and self.realized.get(key) is row
+
     def is_settled(self, reference: RowReference) -> bool:
         """Has the kernel acknowledged this change, or a later one of the same row?"""
         realized = self.realized.get(reference.key)

@@ -6,7 +6,11 @@ Rule 2: an id is random and not in use on its carrier. (Without the second part 
 Rule 3: what a carrier learns it tells its `Ledger`; it never calls the core.
 
 The section is compared as it was sent, letter case included: an upstream that changes it would break a client that checks it,
-and to a forger the client's own mix of cases is one more thing to guess.
+and to a forger the client's own mix of cases is one more thing to guess. With `mixes_case` every question leaves in a mix of
+our own (draft-vixie-dnsext-dns0x20), and the reply gets the client's back; for upstreams that are known to keep it.
+
+Questions that are asked in one turn of the loop leave on one port: to whoever guesses it is as unknown for all of them as it
+would be for each, and one call sends them.
 """
 
 from __future__ import annotations
@@ -16,15 +20,15 @@ import errno
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, fields
 from struct import Struct
 from typing import Protocol
 
 from agent.core.events import AskUpstream
 from agent.core.types import Address
+from agent.dns.batches import Receiver, Sender
 
-DRAIN_MAX = 64
 MESSAGE_OCTETS_MAX = 65535
 # A resolver that takes nothing for this many octets (hundreds of questions) is not going to answer in time either.
 UNSENT_OCTETS_MAX = 64 << 10
@@ -50,14 +54,15 @@ class Counters:
 
 
 class Asked:
-    """A question on its way."""
+    """A question on its way. question: its section as it was sent."""
 
-    __slots__ = ("carrier", "effect", "is_retry", "number")
+    __slots__ = ("carrier", "effect", "is_retry", "number", "question")
 
-    def __init__(self, effect: AskUpstream, carrier: Carrier, number: bytes, is_retry: bool) -> None:
+    def __init__(self, effect: AskUpstream, carrier: Carrier, number: bytes, question: bytes, is_retry: bool) -> None:
         self.effect = effect
         self.carrier = carrier
         self.number = number
+        self.question = question
         self.is_retry = is_retry
 
 
@@ -65,10 +70,14 @@ class Ledger(Protocol):
     """Who is told: the upstreams."""
 
     counters: Counters
+    mixes_case: bool
 
     def answered(self, asked: Asked, message: bytes) -> None: ...
 
     def failed(self, asked: Asked, why: str) -> None: ...
+
+    def unsent(self, effect: AskUpstream, why: str) -> None:
+        """The kernel would not send it."""
 
     def lost(self, asked: Asked, why: str) -> None:
         """The connection ended under the question; it had carried others, so a new one may do."""
@@ -90,12 +99,15 @@ class Carrier:
         self._is_closed = False
 
     def enter(self, effect: AskUpstream, is_retry: bool = False) -> Asked:
-        """Give the question an id; the caller sends it."""
-        number = self._random.getrandbits(16).to_bytes(2, "big")
-        while number in self.asked_by_number:
-            number = self._random.getrandbits(16).to_bytes(2, "big")
-        asked = self.asked_by_number[number] = Asked(effect, self, number, is_retry)
-        self.used_at = self._loop.time()
+        """Give the question an id; the caller sends it, as `message_of` has it."""
+        asked_by_number, draw = self.asked_by_number, self._random.getrandbits
+        number = draw(16).to_bytes(2, "big")
+        while number in asked_by_number:
+            number = draw(16).to_bytes(2, "big")
+        question = effect.question
+        if self._ledger.mixes_case:
+            question = mixed(question, self._random)
+        asked = asked_by_number[number] = Asked(effect, self, number, question, is_retry)
         return asked
 
     def forget(self, asked: Asked) -> None:
@@ -112,7 +124,7 @@ class Carrier:
         if asked is None:
             self._ledger.counters.late += 1
             return
-        question = asked.effect.question
+        question = asked.question
         if (
             len(message) < 12
             or not message[2] & _FLAG_QR
@@ -122,11 +134,16 @@ class Carrier:
             self._ledger.counters.mismatched += 1
             return
         del self.asked_by_number[asked.number]
+        if question is not asked.effect.question:
+            message = message[:12] + asked.effect.question + message[12 + len(question) :]
         self._ledger.answered(asked, message)
 
-    def _fail_all(self, tell: Callable[[Asked, str], None], why: str) -> None:
-        open_questions, self.asked_by_number = list(self.asked_by_number.values()), {}
-        for asked in open_questions:
+    def _fail_all(self, tell: Callable[[Asked, str], None], why: str, but: Container[bytes] = ()) -> None:
+        """but: the numbers of questions that are not meant."""
+        meant = [asked for number, asked in self.asked_by_number.items() if number not in but]
+        for asked in meant:
+            del self.asked_by_number[asked.number]
+        for asked in meant:
             tell(asked, why)
 
     def _close_if_done(self) -> None:
@@ -137,10 +154,12 @@ class Carrier:
         if self._is_closed:
             return
         self._is_closed = True
-        self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_writer(self._socket.fileno())
+        self._leave_loop()
         self._socket.close()
         self._ledger.ended(self)
+
+    def _leave_loop(self) -> None:
+        """Before the socket is closed."""
 
 
 class Port(Carrier):
@@ -156,39 +175,35 @@ class Port(Carrier):
             opened.close()
             raise
         super().__init__(ledger, loop, opened, source)
-        loop.add_reader(opened.fileno(), self._read)
+        self.descriptor = opened.fileno()
 
-    def ask(self, effect: AskUpstream) -> Asked:
-        """OSError if the kernel cannot send it."""
-        asked = self.enter(effect)
-        message = asked.number + effect.message[2:]
-        try:
-            try:
-                self._socket.send(message)
-            except OSError as error:
-                if error.errno not in _TOLD_LATE:
-                    raise
-                # It is about the questions before this one, if there are any; a second try tells.
+    def ask(self, effects: Sequence[AskUpstream], sender: Sender) -> list[Asked]:
+        """Send a batch at most. What the kernel would not send is told as failed; the others are given back."""
+        entered = [self.enter(effect) for effect in effects]
+        failed = sender.send(self.descriptor, [message_of(asked) for asked in entered])
+        if not failed:
+            return entered
+        for place, code in failed:
+            asked = entered[place]
+            if code in _TOLD_LATE:
+                # It is about the questions before these, if there are any; a second try tells.
+                with_fate = {other.number for other in entered}
+                self._fail_all(self._ledger.failed, os.strerror(code).lower(), but=with_fate)
+                code = dict(sender.send(self.descriptor, [message_of(asked)])).get(0, 0)
+            if code:
                 del self.asked_by_number[asked.number]
-                self._fail_all(self._ledger.failed, sentence_of(error))
-                self.asked_by_number[asked.number] = asked
-                self._socket.send(message)
-        except OSError:
-            del self.asked_by_number[asked.number]
-            raise
-        return asked
+                self._ledger.unsent(asked.effect, os.strerror(code).lower())
+        return [asked for asked in entered if asked.number in self.asked_by_number]
 
-    def _read(self) -> None:
-        receive = self._socket.recv
-        for _ in range(DRAIN_MAX):
-            try:
-                message = receive(MESSAGE_OCTETS_MAX)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._fail_all(self._ledger.failed, sentence_of(error))
-                continue
-            self._take(message)
+    def read(self, receiver: Receiver) -> None:
+        """Take in what has come, a batch at most."""
+        try:
+            messages = receiver.receive(self.descriptor)
+        except OSError as error:
+            self._fail_all(self._ledger.failed, sentence_of(error))
+        else:
+            for message in messages:
+                self._take(message)
         self._close_if_done()
 
 
@@ -220,7 +235,8 @@ class Stream(Carrier):
         if len(self._unsent) > UNSENT_OCTETS_MAX:
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
         asked = self.enter(effect, is_retry)
-        self._unsent += _LENGTH.pack(len(effect.message)) + asked.number + effect.message[2:]
+        self.used_at = self._loop.time()
+        self._unsent += _LENGTH.pack(len(effect.message)) + message_of(asked)
         if not self._writes:
             # In a callback of its own: an error here would have to be told from inside the call.
             self._writes = True
@@ -274,11 +290,37 @@ class Stream(Carrier):
         self.used_at = self._loop.time()
         self._close_if_done()
 
+    def _leave_loop(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+
     def _end(self, why: str) -> None:
         """Questions on a connection that had answered may have crossed the upstream's idle close: they are only lost."""
         self.is_retired = True
         self._fail_all(self._ledger.lost if self._has_answered else self._ledger.failed, why)
         self.close()
+
+
+def message_of(asked: Asked) -> bytes:
+    """What leaves: the client's message with our id, and in our mix of cases."""
+    message = asked.effect.message
+    if asked.question is asked.effect.question:
+        return asked.number + message[2:]
+    return asked.number + message[2:12] + asked.question + message[12 + len(asked.question) :]
+
+
+def mixed(section: bytes, source: random.Random) -> bytes:
+    """A question section with the case of each letter of its name drawn anew. Lengths of labels are below the letters."""
+    name = section[:-4]
+    coins = source.getrandbits(len(name))
+    cased = bytes(
+        octet ^ (0x20 if coins >> place & 1 else 0) if _is_letter(octet) else octet for place, octet in enumerate(name)
+    )
+    return cased + section[-4:]
+
+
+def _is_letter(octet: int) -> bool:
+    return 0x61 <= octet | 0x20 <= 0x7A
 
 
 def _open(kind: socket.SocketKind, server: Address, mark: int) -> socket.socket:

@@ -51,7 +51,7 @@ MESSAGE_OCTETS_MAX = 0xFFFF
 
 _ADDRESS_OCTETS = {TYPE_A: 4, TYPE_AAAA: 16}
 _SERVICES = frozenset((TYPE_HTTPS, TYPE_SVCB))
-_TYPES_WITH_ADDRESSES = _SERVICES | _ADDRESS_OCTETS.keys()
+_TYPES_WITH_ADDRESSES = _SERVICES.union(_ADDRESS_OCTETS)
 _HINT_OCTETS_BY_KEY = {4: 4, 6: 16}  # ipv4hint, ipv6hint (RFC 9460 14.3.2)
 _SIGNATURES = frozenset((TYPE_SIG, TYPE_RRSIG))
 # An answer section of nothing but these says where to look, not what is there.

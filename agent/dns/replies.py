@@ -13,12 +13,13 @@ to an address that no packet has, so the offer ends at a comparison.
 
 from __future__ import annotations
 
-import errno
 import socket
+from collections.abc import Sequence
 from struct import Struct
-from typing import Any
+from typing import Final, NamedTuple
 
 from agent.core.types import Address
+from agent.dns.batches import BATCH, DATAGRAM_OCTETS_MAX, HEADER, HEADER_OCTETS, Memory, send
 
 # From <linux/in.h>, <linux/in6.h> and <asm-generic/socket.h>; Python 3.11 does not name them.
 IP_PKTINFO = 8
@@ -32,13 +33,27 @@ NOBODY = {socket.AF_INET: "192.0.0.8", socket.AF_INET6: "100::1"}
 # One socket serves everybody: room for some hundred large replies that a slow device has not taken yet.
 SEND_BUFFER_OCTETS = 4 << 20
 
-DATAGRAM_OCTETS_MAX = 65535
-
 _UDP_HEADER = Struct("!4H")  # source port, destination port, length, checksum (RFC 768)
 _UDP_CHECKSUM_AT = 6
-_PSEUDO_HEADER = Struct("!4s4sxBH")
-_IN_PKTINFO = Struct("=i4s4x")  # any interface, the source address
-_IN6_PKTINFO = Struct("=16si")
+_PSEUDO_HEADER = Struct("!4s4s2x2H")  # the protocol is in the first of the two numbers
+
+# What the kernel is told of one datagram: an iovec, whom to send it to, and from where, as a control message with struct
+# in_pktinfo or in6_pktinfo. Of the address the port means nothing: it stands in the UDP header.
+_TOLD_V4 = Struct("=QQH2x4s8xQiii4s8x")
+_TOLD_V6 = Struct("=QQH2x4x16s4s4xQii16s4x4x")
+_TOLD_OCTETS: Final = 96
+_SENDER_AT: Final = 16
+
+
+class Outgoing(NamedTuple):
+    """A reply from (server, port) to the client's port. scope: of a link-local client, as the kernel has it."""
+
+    server: Address
+    port: int
+    client: Address
+    client_port: int
+    scope: bytes
+    message: bytes
 
 
 class ReplySockets:
@@ -54,26 +69,75 @@ class ReplySockets:
         except OSError:
             self._v4.close()
             raise
+        self._told = Memory(BATCH * _TOLD_OCTETS)
+        self._datagrams = Memory(BATCH * DATAGRAM_OCTETS_MAX)
+        self._headers_v4 = self._headers(sender_octets=16, control_at=32, control_octets=socket.CMSG_SPACE(12))
+        self._headers_v6 = self._headers(sender_octets=28, control_at=48, control_octets=socket.CMSG_SPACE(20))
 
-    def send(self, server: Address, port: int, client: Any, message: bytes) -> None:
-        """From (server, port) to the socket address `client`; OSError if the kernel will not."""
-        octets = _UDP_HEADER.size + len(message)
-        if octets > DATAGRAM_OCTETS_MAX:
-            raise OSError(errno.EMSGSIZE, "a datagram cannot be so long")
-        if len(server) == 4:
-            header = _UDP_HEADER.pack(port, client[1], octets, 0)
-            pseudo = _PSEUDO_HEADER.pack(server, socket.inet_aton(client[0]), socket.IPPROTO_UDP, octets)
-            header = header[:_UDP_CHECKSUM_AT] + checksum_of(pseudo + header + message).to_bytes(2, "big")
-            source = (socket.IPPROTO_IP, IP_PKTINFO, _IN_PKTINFO.pack(0, server))
-            self._v4.sendmsg((header, message), (source,), 0, (client[0], 0))
-        else:
-            header = _UDP_HEADER.pack(port, client[1], octets, 0)  # here the kernel writes the checksum (RFC 3542 3.1)
-            source = (socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, _IN6_PKTINFO.pack(server, 0))
-            self._v6.sendmsg((header, message), (source,), 0, (client[0], 0, 0, client[3]))
+    def _headers(self, *, sender_octets: int, control_at: int, control_octets: int) -> Memory:
+        headers = Memory(BATCH * HEADER_OCTETS)
+        for place in range(BATCH):
+            told = self._told.address + place * _TOLD_OCTETS
+            HEADER.pack_into(
+                headers.octets,
+                place * HEADER_OCTETS,
+                *(told + _SENDER_AT, sender_octets, told, 1, told + control_at, control_octets, 0, 0),
+            )
+        return headers
+
+    def send(self, replies: Sequence[Outgoing]) -> int:
+        """Let them go; gives back how many the kernel would not send, or nobody could."""
+        unsent = 0
+        for is_v6 in (False, True):
+            of_family = [reply for reply in replies if (len(reply.server) == 16) is is_v6]
+            for start in range(0, len(of_family), BATCH):
+                batch = of_family[start : start + BATCH]
+                sendable = [reply for reply in batch if _UDP_HEADER.size + len(reply.message) <= DATAGRAM_OCTETS_MAX]
+                unsent += len(batch) - len(sendable)
+                unsent += len(self._send_v6(sendable) if is_v6 else self._send_v4(sendable))
+        return unsent
+
+    def _send_v4(self, batch: list[Outgoing]) -> list[tuple[int, int]]:
+        told, datagrams, start = self._told.octets, self._datagrams.octets, self._datagrams.address
+        at = told_at = 0
+        for server, port, client, client_port, _, message in batch:
+            octets = _UDP_HEADER.size + len(message)
+            header = _UDP_HEADER.pack(port, client_port, octets, 0)
+            pseudo = _PSEUDO_HEADER.pack(server, client, socket.IPPROTO_UDP, octets)
+            checksum = checksum_of(b"".join((pseudo, header, message)))
+            end = at + octets
+            datagrams[at:end] = b"".join((header[:_UDP_CHECKSUM_AT], checksum.to_bytes(2, "big"), message))
+            _TOLD_V4.pack_into(
+                told,
+                told_at,
+                *(start + at, octets, socket.AF_INET, client),
+                *(socket.CMSG_LEN(12), socket.IPPROTO_IP, IP_PKTINFO, 0, server),
+            )
+            at, told_at = end, told_at + _TOLD_OCTETS
+        return send(self._v4.fileno(), self._headers_v4.address, len(batch))
+
+    def _send_v6(self, batch: list[Outgoing]) -> list[tuple[int, int]]:
+        told, datagrams, start = self._told.octets, self._datagrams.octets, self._datagrams.address
+        at = told_at = 0
+        for server, port, client, client_port, scope, message in batch:
+            octets = _UDP_HEADER.size + len(message)
+            end = at + octets
+            # Here the kernel writes the checksum (RFC 3542 3.1).
+            datagrams[at:end] = _UDP_HEADER.pack(port, client_port, octets, 0) + message
+            _TOLD_V6.pack_into(
+                told,
+                told_at,
+                *(start + at, octets, socket.AF_INET6, client, scope),
+                *(socket.CMSG_LEN(20), socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, server),
+            )
+            at, told_at = end, told_at + _TOLD_OCTETS
+        return send(self._v6.fileno(), self._headers_v6.address, len(batch))
 
     def close(self) -> None:
         self._v4.close()
         self._v6.close()
+        for memory in (self._told, self._datagrams, self._headers_v4, self._headers_v6):
+            memory.close()
 
 
 def transparent(family: socket.AddressFamily, kind: socket.SocketKind, mark: int, protocol: int = 0) -> socket.socket:

@@ -10,8 +10,7 @@ nobody who is not sent here by the program, and who comes directly is ignored. T
 datagram (IP_RECVORIGDSTADDR); of a TCP connection it is getsockname(). SO_REUSEPORT is never set: before Linux 6.6
 bpf_sk_assign refuses such a socket.
 
-Where batched system calls go: `_DatagramListener.drain` gives the whole of one wake-up as one list and `Listeners.send` takes
-a list; recvmmsg and sendmmsg replace the loops inside these two.
+Datagrams come and go in batches (`batches.py`): one call takes in what is there, into the ledger, and one lets replies go.
 """
 
 from __future__ import annotations
@@ -19,49 +18,44 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Callable, Hashable, Sequence
 from struct import Struct
-from typing import Any
 
 from agent.core.events import AskerGone, Query
 from agent.core.types import PROTOCOL_UDP, Address
+from agent.dns.batches import BATCH
 from agent.dns.bounds import Counters, Limits
-from agent.dns.connections import MESSAGE_OCTETS_MAX, Connections, Turn, packed_of, server_and_port
+from agent.dns.connections import Connections, Turn, server_and_port
+from agent.dns.fairness import Desk
 from agent.dns.ledger import Ledger, Noted
-from agent.dns.replies import ReplySockets, transparent
+from agent.dns.replies import Outgoing, ReplySockets, transparent
 
 # From <linux/in.h>, <linux/in6.h> and <asm-generic/socket.h>; Python 3.11 names none of them but SO_MARK.
 IP_RECVORIGDSTADDR = IP_ORIGDSTADDR = 20
 IPV6_RECVORIGDSTADDR = IPV6_ORIGDSTADDR = 74
-SO_RXQ_OVFL = 40
 SO_RCVBUFFORCE = 33
+SO_MEMINFO = 55
 SO_NETNS_COOKIE = 71
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK: dict[int, str] = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
-# One wake-up takes at most this many datagrams, so that one flood leaves room for everything else in between.
-DRAIN_MAX = 64
+# One wake-up takes at most this many datagrams, from where they stand in one line to where each client has its own.
+DRAIN_MAX = 1024
 # About 5,000 questions as the kernel counts them: a pause of 50 ms at 100,000 questions a second.
 RECEIVE_BUFFER_OCTETS = 4 << 20
 
-# Room for the address asked and the count of lost datagrams, with their headers.
-_SOCKADDR_OCTETS_MAX = 28
-_ANCILLARY_OCTETS = socket.CMSG_SPACE(_SOCKADDR_OCTETS_MAX) + socket.CMSG_SPACE(4)
-_COUNT = Struct("=I")
+_MEMINFO = Struct("=9I")
+_MEMINFO_DROPS = 8  # SK_MEMINFO_DROPS of <linux/sock_diag.h>
 
 
 class DatagramAsker:
     """Who asked, over UDP. Each question is an asker of its own, also two from one socket: equality is identity."""
 
-    __slots__ = ("client", "number", "port", "server")
+    __slots__ = ("client", "client_port", "port", "scope", "server", "slot")
 
-    def __init__(self, client: Any, server: Address, port: int, number: int) -> None:
-        self.client = client
-        self.server = server
-        self.port = port
-        self.number = number  # in the ledger
+    def __init__(self, noted: Noted) -> None:
+        self.slot, self.client, self.client_port, self.scope, self.server, self.port, _ = noted
 
 
 class Listeners:
@@ -80,9 +74,10 @@ class Listeners:
         kept: Sequence[int] = (),
     ) -> None:
         self.limits = limits or Limits()
-        self.counters = Counters()
+        self._counters = Counters()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: Connections | None = None
+        self._desk: Desk[Query] | None = None
         self._datagrams: list[_DatagramListener] = []
         self._streams: list[socket.socket] = []
         self._replies = ReplySockets(mark)
@@ -90,11 +85,16 @@ class Listeners:
         try:
             for place, family in enumerate(FAMILIES):
                 datagram = _adopted(kept[2 * place]) if kept else _datagram_socket(family, mark, port)
-                self._datagrams.append(_DatagramListener(datagram, self.counters, self._ledger))
+                self._datagrams.append(_DatagramListener(datagram, self._counters, self._ledger))
                 self._streams.append(_adopted(kept[2 * place + 1]) if kept else _stream_socket(family, mark, port))
         except OSError:
             self.close()
             raise
+
+    @property
+    def counters(self) -> Counters:
+        self._counters.datagrams_lost = sum(_lost(listener.socket) for listener in self._datagrams)
+        return self._counters
 
     def sockets(self) -> dict[int, int]:
         """File descriptors by the sockmap's key: bit 1 is set for IPv6, bit 0 for TCP."""
@@ -108,38 +108,48 @@ class Listeners:
     def start(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_queries: Callable[[list[Query]], None],
+        on_queries: Callable[[Sequence[Query]], None],
         on_gone: Callable[[AskerGone], None],
         client_of: Callable[[Address], Hashable] = lambda address: address,
     ) -> None:
         """Take questions from now on: `on_queries` gets those of one wake-up together, `on_gone` who no longer waits.
 
-        client_of: to whom the bounds of connections apply.
+        client_of: to whom the bounds of connections apply, and who shares the time with whom.
         """
         self._loop = loop
-        self._connections = Connections(loop, self._streams, self.limits, self.counters, on_queries, on_gone, client_of)
+        self._connections = Connections(loop, self._streams, self.limits, self._counters, on_queries, on_gone, client_of)
+        desk = self._desk = Desk(loop, on_queries, lambda query: client_of(query.client), self._drop)
         for listener in self._datagrams:
-            loop.add_reader(listener.socket.fileno(), _hand_over, listener, on_queries)
-        left = [_asked(noted) for noted in self._ledger.left(loop.time())]
-        if left:
-            on_queries(left)
+            loop.add_reader(listener.socket.fileno(), _hand_over, listener, loop, desk)
+        desk.take([_query(noted, self._ledger) for noted in self._ledger.left(loop.time())])
+
+    def _drop(self, query: Query) -> None:
+        """Its client asks more than its share; it will ask again."""
+        assert isinstance(query.asker, DatagramAsker)
+        self._counters.datagrams_over_share += 1
+        self._ledger.strike(query.asker.slot, query.asker)
+
+    def forget(self, client: Hashable) -> None:
+        """Nobody asks as this client any more."""
+        if self._desk is not None:
+            self._desk.queue.forget(client)
 
     def send(self, replies: Sequence[tuple[Hashable, bytes]]) -> None:
         """Let replies go, each to its asker, once; who is gone by then is counted."""
+        datagrams: list[Outgoing] = []
+        askers: list[DatagramAsker] = []
         for asker, message in replies:
             if isinstance(asker, DatagramAsker):
-                self._send_datagram(asker, message)
+                datagrams.append(Outgoing(asker.server, asker.port, asker.client, asker.client_port, asker.scope, message))
+                askers.append(asker)
             else:
                 assert isinstance(asker, Turn), f"{asker!r} is no asker of these sockets"
                 asker.connection.answer(asker, message)
-
-    def _send_datagram(self, asker: DatagramAsker, message: bytes) -> None:
-        try:
-            self._replies.send(asker.server, asker.port, asker.client, message)
-        except OSError:
+        if datagrams:
             # A full send buffer among other things: the client asks again, as for any datagram that is lost.
-            self.counters.replies_unsent += 1
-        self._ledger.strike(asker.number)
+            self._counters.replies_unsent += self._replies.send(datagrams)
+            for asker in askers:
+                self._ledger.strike(asker.slot, asker)
 
     def stop(self) -> None:
         """Take nothing new: it stays in the queues. Who is connected is still heard, and all are answered."""
@@ -151,6 +161,8 @@ class Listeners:
     def close(self) -> None:
         """Close every socket; nobody is told."""
         self.stop()
+        if self._desk is not None:
+            self._desk.close()
         if self._connections is not None:
             self._connections.close()
         for stream in self._streams:
@@ -161,7 +173,7 @@ class Listeners:
         self._ledger.close()
         self._datagrams.clear()
         self._streams.clear()
-        self._connections = self._loop = None
+        self._connections = self._loop = self._desk = None
 
 
 def are_ours(kept: Sequence[int], mark: int) -> bool:
@@ -190,23 +202,25 @@ def _adopted(descriptor: int) -> socket.socket:
     return opened
 
 
-def _asked(noted: Noted) -> Query:
-    asker = DatagramAsker(noted.client, noted.server, noted.port, noted.number)
-    client = packed_of(socket.AF_INET if len(noted.server) == 4 else socket.AF_INET6, noted.client[0])
-    return Query(asker, client, noted.server, noted.port, PROTOCOL_UDP, noted.message)
+def _query(noted: Noted, ledger: Ledger) -> Query:
+    asker = DatagramAsker(noted)
+    ledger.own(noted.slot, asker)
+    return Query(asker, noted.client, noted.server, noted.port, PROTOCOL_UDP, noted.message)
 
 
-def _hand_over(listener: _DatagramListener, on_queries: Callable[[list[Query]], None]) -> None:
-    queries = listener.drain()
-    if queries:
-        on_queries(queries)
+def _lost(opened: socket.socket) -> int:
+    """Datagrams the kernel dropped, for lack of room nearly always (sk_getsockopt, SO_MEMINFO)."""
+    return int(_MEMINFO.unpack(opened.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, _MEMINFO.size))[_MEMINFO_DROPS])
+
+
+def _hand_over(listener: _DatagramListener, loop: asyncio.AbstractEventLoop, desk: Desk[Query]) -> None:
+    desk.take(listener.drain(loop.time()))
 
 
 def _datagram_socket(family: socket.AddressFamily, mark: int, port: int) -> socket.socket:
     opened = transparent(family, socket.SOCK_DGRAM, mark)
     try:
         opened.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER_OCTETS)
-        opened.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
         if family == socket.AF_INET6:
             opened.setsockopt(socket.IPPROTO_IPV6, IPV6_RECVORIGDSTADDR, 1)
         else:
@@ -246,41 +260,21 @@ class _DatagramListener:
         self._ledger = ledger
         self._counters = counters
         self._own = server_and_port(opened)
-        self._lost_before = 0
 
-    def drain(self) -> list[Query]:
-        """What has come, up to the bound; the loop calls again while there is more."""
+    def drain(self, now: float) -> list[Query]:
+        """What has come, up to the bound; the loop calls again while there is more. now: seconds of CLOCK_MONOTONIC."""
         queries: list[Query] = []
-        family = self.socket.family
-        receive = self.socket.recvmsg
-        now = time.monotonic()
-        for _ in range(DRAIN_MAX):
+        ledger, own = self._ledger, self._own
+        for _ in range(DRAIN_MAX // BATCH):
             try:
-                message, ancillary, _, sender = receive(MESSAGE_OCTETS_MAX, _ANCILLARY_OCTETS, socket.MSG_PEEK)
-            except BlockingIOError:
-                break
+                received = ledger.receive(self.socket, now)
             except OSError:
                 continue  # an error the kernel kept for us; told once, it is gone
-            server, port = self._read_ancillary(ancillary)
-            if server is None or (server, port) == self._own:
-                self._counters.datagrams_direct += 1
-            else:
-                # Noted before it leaves the queue: a death at any moment leaves it in the one or in the other.
-                asker = DatagramAsker(sender, server, port, self._ledger.note(server, port, sender, message, now))
-                queries.append(Query(asker, packed_of(family, sender[0]), server, port, PROTOCOL_UDP, message))
-            self.socket.recv(1)
+            for noted in received:
+                if (noted.server, noted.port) == own:
+                    self._counters.datagrams_direct += 1
+                else:
+                    queries.append(_query(noted, ledger))
+            if len(received) < BATCH // 2:
+                break
         return queries
-
-    def _read_ancillary(self, ancillary: list[tuple[int, int, bytes]]) -> tuple[Address | None, int]:
-        """The address and port asked, from a sockaddr_in or sockaddr_in6; the count of lost datagrams is taken in."""
-        server, port = None, 0
-        for level, kind, data in ancillary:
-            if kind == IP_ORIGDSTADDR and level == socket.IPPROTO_IP:
-                server, port = data[4:8], int.from_bytes(data[2:4], "big")
-            elif kind == IPV6_ORIGDSTADDR and level == socket.IPPROTO_IPV6:
-                server, port = data[8:24], int.from_bytes(data[2:4], "big")
-            elif kind == SO_RXQ_OVFL and level == socket.SOL_SOCKET:
-                (lost,) = _COUNT.unpack(data)
-                self._counters.datagrams_lost += (lost - self._lost_before) & 0xFFFF_FFFF
-                self._lost_before = lost
-        return server, port

@@ -9,6 +9,9 @@ Why by hand: a message object of dnspython costs 20 to 1000 microseconds, a walk
 for every question and every reply. What the walk does not need it steps over by length: unknown types, options and padding
 pass unread, and nothing is ever re-encoded. Octets after the last record are stepped over as well, as resolvers do.
 
+What came before comes again: resolvers' clients ask the same, and caches answer the same within a second. So the last short
+messages, id apart, are remembered with what was read from them; being read is all that is remembered.
+
 Why a pointer must go before the labels it continues: RFC 1035 4.1.4 calls it a prior occurrence, and with every jump going
 further back a name ends after a bounded number of steps without a set of places already seen.
 """
@@ -56,6 +59,13 @@ LABEL_OCTETS_MAX = 63
 POINTER = 0xC0
 # A name has at most 127 labels, so an honest one has at most 126 places where it can jump.
 JUMPS_MAX = 126
+
+# Of messages that were read: so many of each kind, none longer. What nobody asks again costs what it holds, 2 KB at most.
+REMEMBERED_MAX = 4096
+REMEMBERED_OCTETS_MAX = 512
+_NO_ID = bytes(2)
+# Pointers to the id: a name that goes on there is another behind another id, so the message is read as it is.
+_TO_ID = (b"\xc0\x00", b"\xc0\x01")
 
 _RECORD = Struct("!HHIH")  # type, class, TTL, length of the data (RFC 1035 4.1.3)
 _COMPRESSED_RECORD = Struct("!HHHIH")  # the same behind an owner that is one pointer
@@ -135,12 +145,14 @@ class Answer(NamedTuple):
 
     rcode: with the upper bits of OPT. addresses: each once, with the TTL of its own record in seconds (the longest, if it
     came twice); empty unless status is OK and rcode NOERROR. chain: the name asked, then the targets of its aliases.
+    is_all: there is no other address in any section, as far as a glance shows; False says nothing.
     """
 
     status: Status
     rcode: int
     addresses: tuple[tuple[Address, int], ...]
     chain: tuple[str, ...]
+    is_all: bool = False
 
 
 @lru_cache(maxsize=8192)  # the same names come again and again; strangers can push out entries, never add to the bound
@@ -154,6 +166,17 @@ def name_of(wire_name: bytes) -> str:
 
 def read_question(message: bytes) -> Question:
     """The question of a query; WireError if there is not exactly one, or the message cannot be walked to its end."""
+    if not 2 < len(message) <= REMEMBERED_OCTETS_MAX or _TO_ID[0] in message or _TO_ID[1] in message:
+        return _read_question(message)
+    return Question(message[0] << 8 | message[1], *_rest_of_question(message[2:]))
+
+
+@lru_cache(maxsize=REMEMBERED_MAX)
+def _rest_of_question(behind_id: bytes) -> tuple[int, str, bytes, int, int, bytes, Edns | None]:
+    return _read_question(_NO_ID + behind_id)[1:]
+
+
+def _read_question(message: bytes) -> Question:
     if len(message) < HEADER_OCTETS:
         raise WireError(Fault.IGNORE, "shorter than a header")
     number, flags, questions, answers, authorities, additionals = HEADER.unpack_from(message)
@@ -205,6 +228,27 @@ def _read_edns(message: bytes, opt: int) -> Edns:
 
 def read_reply(message: bytes, question: Question) -> Answer:
     """What the reply teaches; never raises. Only an answer of status OK may be passed on as it came."""
+    section = question.section
+    if (
+        HEADER_OCTETS < len(message) <= REMEMBERED_OCTETS_MAX
+        and message[12 : 12 + len(section)] == section
+        and message[0] << 8 | message[1] == question.id
+        and _TO_ID[0] not in message
+        and _TO_ID[1] not in message
+    ):
+        return _rest_of_reply(message[2:], len(section))
+    return _read_reply(message, question)
+
+
+@lru_cache(maxsize=REMEMBERED_MAX)
+def _rest_of_reply(behind_id: bytes, section_octets: int) -> Answer:
+    """A reply to the question it repeats, octet for octet."""
+    section = behind_id[HEADER_OCTETS - 2 : HEADER_OCTETS - 2 + section_octets]
+    name, (qtype, qclass) = section[:-4].lower(), _SHORT_PAIR.unpack(section[-4:])
+    return _read_reply(_NO_ID + behind_id, Question(0, 0, name_of(name), name, qtype, qclass, section, None))
+
+
+def _read_reply(message: bytes, question: Question) -> Answer:
     if len(message) < HEADER_OCTETS:
         return _nothing(Status.MALFORMED)
     number, flags, questions, answers, authorities, additionals = HEADER.unpack_from(message)
@@ -223,6 +267,7 @@ def read_reply(message: bytes, question: Question) -> Answer:
             opt = _find_opt(message, at, authorities, additionals, records.names_by_place)
             if opt is not None:
                 rcode |= message[opt + 5] << 4
+            records.is_plain = records.is_plain and opt == at and additionals == 1
         if rcode or question.qclass != CLASS_IN:
             return Answer(Status.OK, rcode, (), (question.name,))
         return records.answer(question)
@@ -242,10 +287,11 @@ def _same_question(section: bytes, question: Question) -> bool:
 class _Records:
     """The records of one answer section that bear on addresses.
 
-    names_by_place: every name read so far, by where it starts: almost every owner is a pointer to one of them.
+    names_by_place: every name read so far, by where it starts: almost every owner is a pointer to one of them. is_plain: there
+    is nothing so far that may hold an address and was not read as one.
     """
 
-    __slots__ = ("_aliases", "_dnames", "_message", "_ttls_by_owner", "names_by_place")
+    __slots__ = ("_aliases", "_dnames", "_message", "_ttls_by_owner", "is_plain", "names_by_place")
 
     def __init__(self, message: bytes, wire_name: bytes) -> None:
         self._message = message
@@ -253,6 +299,7 @@ class _Records:
         self._dnames: dict[bytes, bytes] = {}
         self._ttls_by_owner: dict[bytes, dict[Address, int]] = {}
         self.names_by_place: dict[int, bytes] = {HEADER_OCTETS: wire_name}
+        self.is_plain = True
 
     def read_answers(self, at: int, count: int) -> int:
         """Take in `count` records from `at` on; gives the place behind them (the caller compares it with the end)."""
@@ -290,7 +337,7 @@ class _Records:
             elif rtype in _TYPES_OF_MESSAGES:
                 raise WireError(Fault.FORMERR, "OPT or TSIG in the answer section")
             elif rclass != CLASS_IN:
-                continue
+                self.is_plain = False
             elif rtype == TYPE_AAAA:
                 if length != 16:
                     raise WireError(Fault.FORMERR, "an AAAA record that is not sixteen octets")
@@ -300,6 +347,7 @@ class _Records:
             elif rtype == TYPE_DNAME:
                 self._read_alias(self._dnames, owner, data, at)
             elif rtype in _TYPES_OF_SERVICES:
+                self.is_plain = False
                 self._read_hints(ttls, data, at, ttl)
         if at > len(message):
             raise WireError(Fault.FORMERR, "cut short")
@@ -347,7 +395,8 @@ class _Records:
         """Follow the aliases from the question and gather the addresses that stand on the way."""
         if not self._aliases and not self._dnames:
             ttls = self._ttls_by_owner.get(question.wire_name)
-            return Answer(Status.OK, 0, tuple(ttls.items()) if ttls else (), (question.name,))
+            is_all = self.is_plain and len(self._ttls_by_owner) == (ttls is not None)
+            return Answer(Status.OK, 0, tuple(ttls.items()) if ttls else (), (question.name,), is_all)
         owner: bytes | None = question.wire_name
         chain: dict[bytes, None] = {}
         gathered: dict[Address, int] = {}
@@ -358,7 +407,8 @@ class _Records:
             for address, ttl in self._ttls_by_owner.get(owner, {}).items():
                 _keep_longest(gathered, address, ttl)
             owner = self._aliases.get(owner) or self._renamed(owner)
-        return Answer(Status.OK, 0, tuple(gathered.items()), tuple([name_of(name) for name in chain]))
+        is_all = self.is_plain and all(owner in chain for owner, ttls in self._ttls_by_owner.items() if ttls)
+        return Answer(Status.OK, 0, tuple(gathered.items()), tuple([name_of(name) for name in chain]), is_all)
 
     def _renamed(self, name: bytes) -> bytes | None:
         """The name with the suffix of a DNAME above it replaced (RFC 6672 2.2), None if there is none or it gets too long.

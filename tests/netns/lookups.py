@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from tests.netns.lab import NAME_SERVERS, Lab
+from tests.netns.lab import NAME_SERVERS, Client, Lab
 
 # Asks each question once, for names n<i>.test in no order, until standard input ends.
 _LOOKUPS = """
@@ -80,12 +80,13 @@ class Lookups:
 
     looked: Looked
 
-    def __init__(self, lab: Lab, names: int, per_second: int = 200) -> None:
+    def __init__(self, lab: Lab, names: int, per_second: int = 200, *, client: Client | None = None) -> None:
         self._lab = lab
+        self._client = client or lab.client
         self._command = (sys.executable, "-c", _LOOKUPS, NAME_SERVERS[0], str(names), str(per_second))
 
     def __enter__(self) -> Self:
-        self._asking = self._lab.start(self._lab.client.namespace, *self._command, stdin=subprocess.PIPE)
+        self._asking = self._lab.start(self._client.namespace, *self._command, stdin=subprocess.PIPE)
         assert self._asking.stdout is not None
         assert self._asking.stdout.readline() == "asking\n"
         return self

@@ -35,7 +35,8 @@ class RunningAgent:
     """The agent with one policy file. Use as a context manager.
 
     policy: text of the policy file. sections: more of the configuration, merged over the defaults of a test (the name server of
-    the lab is the upstream; every client of the lab is an endpoint with the label `app: e1`, `app: e2`, …).
+    the lab is the upstream; every client of the lab is an endpoint with the label `app: e1`, `app: e2`, …). is_talkative: it
+    logs every question.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class RunningAgent:
         directory: Path,
         *,
         wait_for: str = "enforcing",
+        is_talkative: bool = True,
         **sections: Mapping[str, Any] | Sequence[Any],
     ) -> None:
         self.lab = lab
         self._wait_for = wait_for
+        self._options = ["--debug"] if is_talkative else []
         self.directory = directory
         self.policy_file = directory / "policy.yaml"
         self.configuration = directory / "namegate.yaml"
@@ -103,7 +106,7 @@ class RunningAgent:
         """Start it and wait for nothing."""
         with self.log.open("a") as log:
             self._process = self.lab.start(
-                self.lab.host, sys.executable, "-m", "agent", "agent", "-c", self.configuration, "--debug", stdout=log
+                self.lab.host, sys.executable, "-m", "agent", "agent", "-c", self.configuration, *self._options, stdout=log
             )
 
     def end(self, how: signal.Signals, *, is_group: bool = False) -> int | None:
@@ -121,6 +124,12 @@ class RunningAgent:
             process.kill()
             process.wait(timeout=20)
             raise AgentFailed(f"it did not end by {how.name}:\n{self.log.read_text()}") from None
+
+    def resident_octets(self) -> int:
+        """What it holds in memory."""
+        assert self._process is not None
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
     def holder(self) -> int:
         """The process id of the holder; OSError when there is none."""

@@ -392,11 +392,11 @@ def test_a_connection_to_a_resolver_from_before_the_attachment_asks_nothing_more
 
 
 def test_every_noun_has_the_same_data_in_each_form(lab: Lab, agent: RunningAgent) -> None:
-    """status and the seven nouns as table, json and yaml, by the real command."""
+    """status and every noun as table, json and yaml, by the real command."""
     ask(lab, "a.test")
     connect(lab, "198.51.100.66")
     control = ("--control", str(agent.directory / "run" / "control.sock"))
-    for noun in ("status", "endpoints", "names", "selectors", "identities", "ipcache", "policy-map", "drops"):
+    for noun in ("status", "endpoints", "names", "patterns", "selectors", "identities", "ipcache", "policy-map", "drops"):
         for form in ("table", "json", "yaml"):
             command = (sys.executable, "-m", "agent", *control, noun, "-o", form)
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -131,6 +131,8 @@ class Simulation:
         self.is_sound = True  # false from a judgement that failed
         self._pairs: Pairs = frozenset()
         self._judged = 0
+        self._heard = len(world.facts)
+        self._said = self._gone = 0  # facts about questions, and of these the ones whose answer nobody waits for
         self._identities: dict[tuple[int, Address], int] = {}
         self._verdicts: dict[tuple[int, int, int], Verdict | None] = {}
         self._allowed_by_naive: dict[object, frozenset[Triple]] = {}
@@ -296,6 +298,7 @@ class Simulation:
         most = self.world.settings.addresses_per_name_max
         for scope, name in {(pair.scope, pair.name) for pair in self.engine.dns_cache.lifetimes}:
             assert len(self.engine.dns_cache.addresses(scope, name)) <= most, f"I9: {name} has more than {most} addresses"
+        assert len(self.engine.dns_cache.scopes_by_name) <= self.world.settings.names_max, "I9: too many names"
         self.is_sound = True
 
     def _follow_pairs(self) -> None:
@@ -327,6 +330,10 @@ class Simulation:
                 assert not answer.addresses, "I3: a failure answer with addresses"
             self.may_be_cut_from = len(self.world.journal)
         self._judged = len(self.world.answers)
+        ended = [fact for fact in self.world.facts[self._heard :] if fact.kind == "question"]
+        self._heard, self._said = len(self.world.facts), self._said + len(ended)
+        self._gone += sum(fact.fields["outcome"] == "gone" for fact in ended)
+        assert self._said - self._gone == self._judged, "a question is over and nothing, or more than one thing, is said of it"
         for asker, (_, _, asked_at) in self.questions.items():
             late = min(asked_at + QUESTION_S_MAX, self.replied.get(asker, self.world.now) + 1.0)
             assert self.world.now <= late, f"I3: question {asker} of {asked_at} has no answer at {self.world.now}"
@@ -440,7 +447,9 @@ class Simulation:
                 for address in bag:
                     held = {n for s, n, a in self._pairs if s == scope and a == address}
                     assert set(bag.of(address)) == {n for n in held if takes(selector.peer.pattern, selector.peer.excepts, n)}
-        assert engine.names._selectors_by_name.keys() == {name for _, name, _ in self._pairs}
+        names = {name for _, name, _ in self._pairs}
+        assert engine.names._known_by_name.keys() == names
+        assert engine.names._places.accounts.total == len(names)
 
 
 # --- random histories ------------------------------------------------------------------------------------------------------
@@ -457,9 +466,12 @@ class Histories(RuleBasedStateMachine):
         policies=st.lists(st.just(allow("*.example.")) | POLICIES, max_size=2),
         identities_max=st.sampled_from((12, 16_384)),
         addresses_max=st.sampled_from((2, 1_000)),
+        names_max=st.sampled_from((2, 1_000)),
         in_slices=st.booleans(),
     )
-    def start(self, policies: list[Policy], identities_max: int, addresses_max: int, in_slices: bool) -> None:
+    def start(
+        self, policies: list[Policy], identities_max: int, addresses_max: int, in_slices: bool, names_max: int = 1_000
+    ) -> None:
         self.in_slices = in_slices
         self.world = World(
             Settings(
@@ -470,6 +482,7 @@ class Histories(RuleBasedStateMachine):
                 keep_past_lifetime_s=30.0,
                 identities_max=identities_max,
                 addresses_per_name_max=addresses_max,
+                names_max=names_max,
             ),
             known_bad=self.known_bad,
             auto=False,
@@ -492,7 +505,7 @@ class Histories(RuleBasedStateMachine):
     @rule(endpoint=st.sampled_from(sorted(ENDPOINTS)), name=st.sampled_from(NAMES), v6=st.booleans())
     def ask(self, endpoint: int, name: str, v6: bool) -> None:
         if endpoint in self.world.engine.groups.endpoints:
-            asker = self.world.ask(name, "AAAA" if v6 else "A", endpoint=endpoint)
+            asker = self.world.ask(name, "AAAA" if v6 else "A", endpoint=endpoint, protocol=PROTOCOL_TCP)
             self.sim.questions[asker] = (endpoint, name, self.world.now)
             self.sim.judge()
 

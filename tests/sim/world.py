@@ -208,6 +208,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.settings, self.now, self.known_bad)
+        self.engine.proxy.is_watched = True
 
     # --- what happens ----------------------------------------------------------------------------------------------------
 
@@ -323,6 +324,7 @@ class World:
         if kept is not None:
             del self.journal[kept:]
         self.engine = Engine(self.settings, self.now, self.known_bad)
+        self.engine.proxy.is_watched = True
         rows = {table: dict(rows) for table, rows in self.kernel.rows.items()}
         return [
             Restored(tuple(self.journal), rows),
@@ -344,12 +346,21 @@ class World:
     def apply(self, *policies: Policy, ticket: object = None) -> None:
         self.handle(PoliciesChanged(policies, ticket))
 
-    def ask(self, name: str, qtype: str = "A", *, endpoint: int = 1, edns: bool = True, server: str = "203.0.113.1") -> int:
+    def ask(
+        self,
+        name: str,
+        qtype: str = "A",
+        *,
+        endpoint: int = 1,
+        edns: bool = True,
+        server: str = "203.0.113.1",
+        protocol: int = PROTOCOL_UDP,
+    ) -> int:
         """A question of the endpoint; gives back the asker, by which its answer is found."""
         asker = next(self._askers)
         message = dns.message.make_query(name, qtype, use_edns=0 if edns else -1, id=asker & 0xFFFF)
         client = self.engine.groups.endpoints[endpoint].added.addresses[0]
-        self.handle(Query(asker, client, packed(server), 53, PROTOCOL_UDP, message.to_wire()))
+        self.handle(Query(asker, client, packed(server), 53, protocol, message.to_wire()))
         return asker
 
     def transaction_of(self, asker: int) -> int | None:

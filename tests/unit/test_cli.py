@@ -23,7 +23,7 @@ from agent.control import ControlError
 from agent.control.lock import AgentLock
 from agent.control.server import ControlServer
 
-NOUNS = ("endpoints", "names", "selectors", "identities", "ipcache", "policy-map", "drops")
+NOUNS = ("endpoints", "names", "patterns", "selectors", "identities", "ipcache", "policy-map", "drops")
 
 ROWS: dict[str, dict[str, object]] = {
     "endpoints": {
@@ -34,6 +34,10 @@ ROWS: dict[str, dict[str, object]] = {
     "names": {
         "name": "a-rather-long-name.of-some-service.example.com.", "address": "2001:db8:1234:5678:9abc:def0:1234:5678",
         "scope": "shared", "expires_in": 59.6, "selectors": ["*.of-some-service.example.com.", "**.example.com."],
+    },
+    "patterns": {
+        "endpoint": 4095, "interface": "veth-build-long", "pattern": "**.of-some-service.example.com.", "names": 1234567,
+        "in_this_minute": 8192, "most_in_a_minute": 8192, "refused": 123,
     },
     "selectors": {
         "selector": "fqdn:**.of-some-service.example.com.", "scope": "shared", "addresses": ["192.0.2.1", "192.0.2.2"],

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import os
+import random
+import select
+import signal
+import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
 
 from agent.core.types import packed
-from agent.dns.ledger import _MESSAGE_OCTETS_MAX, AGE_S_MAX, SLOTS, Ledger
+from agent.dns.batches import BATCH
+from agent.dns.ledger import AGE_S_MAX, MESSAGE_OCTETS_NOTED, PAGES, SLOTS, Ledger, Noted
+from agent.dns.sockets import IP_RECVORIGDSTADDR, IPV6_RECVORIGDSTADDR
 
-V4 = (packed("198.51.100.53"), 53, ("192.0.2.6", 40000))
-V6 = (packed("2001:db8:53::53"), 5353, ("fe80::2", 40001, 0, 7))
+LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+
+
+class Questions:
+    """A socket as the listeners have it, and a client of it."""
+
+    def __init__(self, family: socket.AddressFamily) -> None:
+        self.asked, self.client = (socket.socket(family, socket.SOCK_DGRAM) for _ in range(2))
+        if family == socket.AF_INET:
+            self.asked.setsockopt(socket.IPPROTO_IP, IP_RECVORIGDSTADDR, 1)
+        else:
+            self.asked.setsockopt(socket.IPPROTO_IPV6, IPV6_RECVORIGDSTADDR, 1)
+        self.asked.bind((LOOPBACK[family], 0))
+        self.client.connect(self.asked.getsockname())
+
+    def ask(self, *messages: bytes) -> None:
+        for message in messages:
+            self.client.send(message)
+        assert select.select([self.asked], [], [], 5)[0]
+
+    def close(self) -> None:
+        self.asked.close()
+        self.client.close()
+
+
+@pytest.fixture
+def v4() -> Iterator[Questions]:
+    questions = Questions(socket.AF_INET)
+    yield questions
+    questions.close()
+
+
+@pytest.fixture
+def v6() -> Iterator[Questions]:
+    questions = Questions(socket.AF_INET6)
+    yield questions
+    questions.close()
 
 
 @pytest.fixture
@@ -29,47 +71,130 @@ def left(ledger: Ledger) -> Iterator[Ledger]:
     left.close()
 
 
-def test_what_is_not_struck_out_is_left(ledger: Ledger, left: Ledger) -> None:
+def read(ledger: Ledger, questions: Questions, now: float = 10.0) -> list[Noted]:
+    """All that is there, each owned by itself."""
+    found: list[Noted] = []
+    while batch := ledger.receive(questions.asked, now):
+        for noted in batch:
+            ledger.own(noted.slot, noted)
+        found += batch
+    return found
+
+
+def messages(found: list[Noted]) -> list[bytes]:
+    return [noted.message for noted in found]
+
+
+@pytest.mark.parametrize("family", ["v4", "v6"])
+def test_what_is_read_is_whole(ledger: Ledger, family: str, request: pytest.FixtureRequest) -> None:
+    """With who asked whom; nothing of it was there before, and an empty datagram is one too."""
+    questions: Questions = request.getfixturevalue(family)
+    longest = bytes(range(256)) * 255
+    questions.ask(b"one", b"", longest)
+    found = read(ledger, questions)
+    assert messages(found) == [b"one", b"", longest]
+    client, asked = questions.client.getsockname(), questions.asked.getsockname()
+    for noted in found:
+        assert (noted.client, noted.client_port) == (packed(client[0]), client[1])
+        assert (noted.server, noted.port) == (packed(asked[0]), asked[1])
+    assert ledger.receive(questions.asked, 10.0) == []
+
+
+def test_what_is_not_struck_out_is_left(ledger: Ledger, left: Ledger, v4: Questions, v6: Questions) -> None:
     """In the order of its coming, with everything an answer needs."""
-    numbers = [ledger.note(*V4, b"one", 10.0), ledger.note(*V6, b"two", 10.0), ledger.note(*V4, b"three", 10.0)]
-    ledger.strike(numbers[2])
-    assert left.left(11.0) == [(numbers[0], *V4, b"one"), (numbers[1], *V6, b"two")]
-    left.strike(numbers[0])
-    assert [noted.message for noted in ledger.left(11.0)] == [b"two"]
+    v4.ask(b"one", b"two")
+    one, two = read(ledger, v4)
+    v6.ask(b"three")
+    (three,) = read(ledger, v6, 10.5)
+    ledger.strike(two.slot, two)
+    assert left.left(11.0) == [one, three]
+    left.own(one.slot, one)
+    left.strike(one.slot, one)
+    assert ledger.left(11.0) == [three]
 
 
-def test_the_process_after_counts_on(ledger: Ledger) -> None:
-    """Its first question does not take the place of one that is left."""
-    ledger.note(*V4, b"one", 10.0)
-    after = Ledger(os.dup(ledger.descriptor))
-    after.note(*V4, b"two", 10.0)
-    assert [noted.message for noted in after.left(11.0)] == [b"one", b"two"]
-    after.close()
+def test_the_process_after_reads_on(ledger: Ledger, left: Ledger, v4: Questions) -> None:
+    """Its first questions do not take the place of those that are left."""
+    v4.ask(b"one")
+    read(ledger, v4)
+    assert messages(left.left(10.0)) == [b"one"]
+    v4.ask(b"two")
+    read(left, v4)
+    assert messages(ledger.left(10.0)) == [b"one", b"two"]
 
 
-def test_slots_are_used_in_turn(ledger: Ledger, left: Ledger) -> None:
+def test_slots_are_used_in_turn(ledger: Ledger, left: Ledger, v4: Questions) -> None:
     """A question whose slot was used again is lost, and striking it out does not strike out the other."""
-    first = ledger.note(*V4, b"first", 10.0)
+    v4.ask(b"first")
+    (first,) = read(ledger, v4)
     for number in range(SLOTS):
-        ledger.note(*V4, b"%d" % number, 10.0)
-    ledger.strike(first)
-    assert [noted.message for noted in left.left(10.0)] == [b"%d" % number for number in range(SLOTS)]
+        v4.ask(b"%d" % number)
+        read(ledger, v4)
+    ledger.strike(first.slot, first)
+    found = messages(left.left(10.0))
+    assert found == [b"%d" % number for number in range(SLOTS)][-len(found) :]
+    assert SLOTS - BATCH <= len(found) < SLOTS
 
 
-def test_what_is_too_old_or_too_long_is_not_left(ledger: Ledger, left: Ledger) -> None:
+def test_two_families_never_share_a_page(ledger: Ledger, left: Ledger, v4: Questions, v6: Questions) -> None:
+    """One that asks much does not write over what the other asked a moment ago, until all pages were used."""
+    v6.ask(b"rare")
+    read(ledger, v6)
+    for number in range((PAGES - 2) * BATCH):
+        v4.ask(b"%d" % number)
+        read(ledger, v4)
+    v6.ask(b"rare too")
+    read(ledger, v6)
+    found = messages(left.left(10.0))
+    assert b"rare" in found
+    assert b"rare too" in found
+
+
+def test_what_is_too_old_or_too_long_is_not_left(ledger: Ledger, left: Ledger, v4: Questions, v6: Questions) -> None:
     """Its asker has given up, or asks again."""
-    ledger.note(*V4, b"old", 10.0)
-    ledger.note(*V4, bytes(_MESSAGE_OCTETS_MAX), 10.1)
-    assert ledger.note(*V4, bytes(_MESSAGE_OCTETS_MAX + 1), 10.1) == 0
-    ledger.strike(0)
-    assert [len(noted.message) for noted in left.left(10.0 + AGE_S_MAX)] == [_MESSAGE_OCTETS_MAX]
+    v4.ask(b"old")
+    read(ledger, v4)
+    v6.ask(bytes(MESSAGE_OCTETS_NOTED), bytes(MESSAGE_OCTETS_NOTED + 1))
+    assert len(read(ledger, v6, 10.1)) == 2
+    assert [len(noted.message) for noted in left.left(10.0 + AGE_S_MAX)] == [MESSAGE_OCTETS_NOTED]
 
 
-def test_a_question_is_cut_short_by_a_death(ledger: Ledger, left: Ledger) -> None:
-    """A slot without its number is none: whatever else stands in it."""
-    number = ledger.note(*V4, b"before", 10.0)
-    ledger._memory[number * 512 : number * 512 + 8] = bytes(8)
-    assert left.left(10.0) == []
+def test_a_reader_killed_at_any_moment(ledger: Ledger, left: Ledger, v4: Questions) -> None:
+    """What it took from the queue and did not answer is left, and what it did not take is in the queue: nothing is lost."""
+    asked = random.Random(5)
+    number = answered = 0
+    pipe, told = os.pipe()
+    for _ in range(40):
+        child = os.fork()
+        if not child:
+            while True:
+                select.select([v4.asked], [], [])
+                for noted in ledger.receive(v4.asked, 10.0):
+                    ledger.own(noted.slot, noted)
+                    if noted.message[-1] % 2:
+                        ledger.strike(noted.slot, noted)
+                        os.write(told, b"x")
+        for _ in range(asked.randrange(40)):
+            v4.client.send(struct.pack("!I", number))
+            number += 1
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = left.left(10.0) + read(left, v4)
+        for noted in found:
+            left.own(noted.slot, noted)
+            left.strike(noted.slot, noted)
+        answered += len(found)
+        ledger.left(10.0)
+    os.set_blocking(pipe, False)
+    try:
+        told_of = len(os.read(pipe, 1 << 20))
+    except BlockingIOError:
+        told_of = 0
+    # One that was killed between its answer and its word for it struck the question out.
+    assert number - 40 <= answered + told_of <= number
+    assert answered + told_of > 0
+    os.close(pipe)
+    os.close(told)
 
 
 def test_memory_of_another_size_is_refused() -> None:
@@ -78,4 +203,4 @@ def test_memory_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="mmap"):
         Ledger(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+        os.close(descriptor)

@@ -283,3 +283,14 @@ def test_a_name_costs_the_same_at_a_hundred_patterns_and_at_thirty_thousand() ->
     assert [large.matching(name) for name in asked] == [[7], [7], [7], []]
     growth = seconds_of(lambda: ask(large)) / seconds_of(lambda: ask(small))
     assert growth < 8, f"300 times the patterns took {growth:.0f} times as long"
+
+
+def test_by_which_of_its_patterns_a_value_has_a_name() -> None:
+    """The longest, and never by another value's; whether a name is written out is asked by itself."""
+    index: PatternIndex[int] = PatternIndex()
+    for pattern, value in (("*.a.test.", 1), ("**.test.", 1), ("*", 1), ("x*.a.test.", 2), ("xy.a.test.", 2)):
+        index.add(pattern, value)
+    names = ("xy.a.test.", "b.test.", "example.")
+    assert [index.pattern_of(1, name) for name in names] == ["*.a.test.", "**.test.", "*"]
+    assert index.pattern_of(2, "xy.a.test.") == "x*.a.test."
+    assert [index.writes_out(name) for name in names] == [True, False, False]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import select
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from agent.core.events import AskerGone, Query
 from agent.core.types import PROTOCOL_TCP, PROTOCOL_UDP, packed
 from agent.dns import sockets as module
 from agent.dns.bounds import Limits
-from agent.dns.ledger import Ledger
 from agent.dns.replies import IP_TRANSPARENT, IPV6_TRANSPARENT
 from agent.dns.sockets import Listeners
 
@@ -137,7 +135,7 @@ class Proxy:
         self._stack = stack
         listeners.start(asyncio.get_running_loop(), self._take, self.gone.put_nowait)
 
-    def _take(self, queries: list[Query]) -> None:
+    def _take(self, queries: Sequence[Query]) -> None:
         self.batches.append(len(queries))
         for query in queries:
             self.queries.put_nowait(query)
@@ -318,33 +316,6 @@ def test_the_checksum_is_right_on_the_wire(net: Net, server: str, address_octets
             total = (total >> 16) + (total & 0xFFFF)
         assert total == 0xFFFF
         assert datagram[6:8] != b"\x00\x00"
-
-    run(net, story)
-
-
-class Death(Exception):
-    """What SIGKILL does, in so far as nothing happens afterwards."""
-
-
-def test_a_question_is_in_the_queue_until_it_is_noted(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that dies while it takes a question in leaves it to the next one."""
-
-    def dies(*_: object) -> int:
-        raise Death
-
-    async def story(proxy: Proxy) -> None:
-        proxy.listeners.stop()
-        reader = proxy.listeners._datagrams[0]
-        asking = proxy.open(socket.SOCK_DGRAM, FOREIGN)
-        asking.connect((FOREIGN, 53))
-        asking.send(b"question")
-        assert select.select([reader.socket], [], [], PATIENCE_SECONDS)[0]
-        with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "note", dies)
-            with pytest.raises(Death):
-                reader.drain()
-        assert [query.message for query in reader.drain()] == [b"question"]
-        assert not reader.drain()
 
     run(net, story)
 

@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 import dns.message
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from agent.core.events import AskUpstream, Reply, UpstreamFailed
 from agent.core.types import PROTOCOL_TCP, PROTOCOL_UDP, packed
 from agent.dns import upstreams as module
+from agent.dns.carriers import mixed
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import read_question
 
@@ -316,6 +318,60 @@ def test_a_retired_port_lives_as_long_as_its_question() -> None:
             assert len(upstreams._carriers) == 1
 
     run(story)
+
+
+def _send_datagram(server: socket.socket, client: tuple[str, int], message: bytes) -> None:
+    server.sendto(message, client)
+
+
+def _send_on_stream(writer: asyncio.StreamWriter, message: bytes) -> None:
+    writer.write(len(message).to_bytes(2, "big") + message)
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL_UDP, PROTOCOL_TCP])
+def test_a_mix_of_case_is_asked_and_taken_back(protocol: int) -> None:
+    """The question leaves in a case of its own; only a reply that repeats it is taken, and has the client's again."""
+
+    async def story() -> None:
+        told = Told()
+        upstreams = Upstreams(asyncio.get_running_loop(), 0, told, random.Random(3), mixes_case=True)
+        with udp_server() as server:
+            async with tcp_server() as tcp:
+                port = server.getsockname()[1] if protocol == PROTOCOL_UDP else tcp.port
+                question = effect(1, port, protocol, name="a-name-of-many-letters.example.")
+                upstreams.ask(question)
+                if protocol == PROTOCOL_UDP:
+                    asked, client = await receive(server)
+                    send = partial(_send_datagram, server, client)
+                else:
+                    asked, writer = await tcp.asked.get()
+                    send = partial(_send_on_stream, writer)
+                section = asked[12 : 12 + len(question.question)]
+                assert section != question.question
+                assert section.lower() == question.question
+                assert len(asked) == len(question.message)
+                assert asked[12 + len(section) :] == question.message[12 + len(section) :]
+                reply = reply_to(asked)
+                wrong = reply[:12] + section.swapcase() + reply[12 + len(section) :]
+                send(wrong)
+                send(reply)
+                (answer,) = await told.events(1)
+                assert isinstance(answer, Reply)
+                assert answer.message == b"\x42\x42" + reply[2:12] + question.question + reply[12 + len(section) :]
+                assert upstreams.counters.mismatched == 1
+        upstreams.close()
+
+    run(story)
+
+
+def test_mixed_case_is_of_letters_alone() -> None:
+    """Lengths, digits, type and class stay; with many draws every letter is seen in both cases."""
+    section = effect(1, 53, name="a1-z.Zoo-9.example.").question
+    seen = {mixed(section, random.Random(seed)) for seed in range(64)}
+    assert {one.lower() for one in seen} == {section.lower()}
+    assert {one[-4:] for one in seen} == {section[-4:]}
+    for place, octet in enumerate(section[:-4]):
+        assert len({one[place] for one in seen}) == (2 if chr(octet).isalpha() else 1)
 
 
 def test_an_id_in_use_is_not_given_twice() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from agent.core.types import packed
 from agent.dns import wire as wire_module
-from agent.dns.wire import Fault, Question, Status, WireError, find_opt, read_name, read_question, read_reply
+from agent.dns.wire import Answer, Fault, Question, Status, WireError, find_opt, read_name, read_question, read_reply
 
 
 class Record(NamedTuple):
@@ -116,7 +116,7 @@ def test_a_reply_must_be_one() -> None:
         good.replace(b"\x03www", b"\x03wwx"),
         reply_to(question_of(rtype="AAAA")),
     ):
-        assert read_reply(wrong, question) == (Status.MISMATCH, 0, (), ())
+        assert read_reply(wrong, question) == Answer(Status.MISMATCH, 0, (), ())
 
 
 def test_types_are_not_letters() -> None:
@@ -129,7 +129,7 @@ def test_a_truncated_reply_teaches_nothing() -> None:
     """Whatever it holds (it may be cut inside a record), the caller is told to pass on an empty one."""
     question = question_of()
     reply = reply_to(question, Record(1, packed("192.0.2.1")), flags=0x8380)
-    assert read_reply(reply, question) == (Status.TRUNCATED, 0, (), ())
+    assert read_reply(reply, question) == Answer(Status.TRUNCATED, 0, (), ())
     assert read_reply(reply[:-2], question).status is Status.TRUNCATED
 
 
@@ -145,7 +145,9 @@ def test_the_chain_is_told_in_order() -> None:
         ),
         question,
     )
-    assert answer == (Status.OK, 0, ((packed("192.0.2.1"), 60),), ("www.example.", "a.example.", "b.example."))
+    assert answer == Answer(
+        Status.OK, 0, ((packed("192.0.2.1"), 60),), ("www.example.", "a.example.", "b.example."), is_all=True
+    )
 
 
 @pytest.mark.parametrize("target", ["www.example", "a.example"])
@@ -153,7 +155,7 @@ def test_a_chain_that_returns_is_a_loop(target: str) -> None:
     """To the question or to any name on the way: LOOP, and nothing is learned."""
     question = question_of()
     answers = (Record(5, wire("a.example")), Record(5, wire(target), owner=wire("a.example")), Record(1, packed("192.0.2.1")))
-    assert read_reply(reply_to(question, *answers), question) == (Status.LOOP, 0, (), ())
+    assert read_reply(reply_to(question, *answers), question) == Answer(Status.LOOP, 0, (), ())
 
 
 def test_a_loop_beside_the_chain_is_nobodys_business() -> None:
@@ -299,6 +301,20 @@ def test_a_maze_of_pointers_costs_no_more_than_its_length(monkeypatch: pytest.Mo
     assert answer.status is Status.OK
     assert len(answer.addresses) == 3000
     assert len(reads) <= 2 * len(records) + 120
+
+
+def test_a_name_that_points_at_the_id_is_read_with_it() -> None:
+    """What is remembered of a message is not said of the same octets behind another id, where they are another name or none."""
+    section = b"\x03www\x07example\x00\x00\x01\x00\x01"
+    record = b"\xc0\x0c\x00\x05\x00\x01\x00\x00\x00\x3c\x00\x02\xc0\x01"  # CNAME, to a name at the id's second octet
+    for number, status in ((0x1200, Status.OK), (0x127E, Status.MALFORMED), (0x1200, Status.OK)):
+        question = read_question(struct.pack("!6H", number, 0x0100, 1, 0, 0, 0) + section)
+        reply = struct.pack("!6H", number, 0x8180, 1, 1, 0, 0) + section + record
+        assert read_reply(reply, question).status is status
+    query = section + b"\xc0\x01\x00\x10\x00\x01\x00\x00\x00\x00\x00\x00"
+    assert read_question(struct.pack("!6H", 0x1200, 0x0100, 1, 0, 0, 1) + query).name == "www.example."
+    with pytest.raises(WireError):
+        read_question(struct.pack("!6H", 0x127E, 0x0100, 1, 0, 0, 1) + query)
 
 
 def test_find_opt_gives_the_record_as_it_came() -> None:
