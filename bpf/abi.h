@@ -47,7 +47,7 @@ enum reason {
 	PASS_POLICY = 0,          /* judged and allowed */
 	PASS_FLOW = 1,            /* of a known flow */
 	PASS_RELATED = 2,         /* ICMP error about a known flow */
-	PASS_NEIGHBOUR = 3,       /* ARP, neighbour discovery, MLD */
+	PASS_NEIGHBOUR = 3,       /* ARP, neighbour discovery, MLD; of an uplink EAPOL and LLDP */
 	PASS_AGENT = 4,           /* from the agent to the endpoint */
 	PASS_REDIRECT = 5,        /* handed to the DNS proxy */
 	PASS_AUDIT = 6,           /* would have been dropped */
@@ -58,7 +58,7 @@ enum reason {
 	DROP_NO_GROUP = 11,       /* its group has none */
 	DROP_SOURCE = 12,         /* the source address is not the endpoint's */
 	DROP_NEIGHBOUR_CLAIM = 13, /* claims another's address, or to be a router */
-	DROP_ETHERTYPE = 14,      /* neither ARP nor IP */
+	DROP_ETHERTYPE = 14,      /* neither ARP nor IP, nor what keeps an uplink's link */
 	DROP_VLAN = 15,           /* more than two tags */
 	DROP_VLAN_REDIRECT = 16,  /* DNS inside a tag */
 	DROP_MALFORMED = 17,      /* cannot be read */

@@ -148,25 +148,39 @@ static __always_inline void put_question_due(__u32 endpoint, __u64 due)
 	questions.update(&endpoint, &due);
 }
 
-/* Asked of the kernel's own routing, which alone knows broadcasts and the addresses of other interfaces. Where forwarding is off
- * nothing is routed on. */
-static __always_inline int is_routed_on(struct __sk_buff *skb, const struct packet *p)
+/* By which interface what comes in here goes on, 0: by none. Asked of the kernel's own routing, which alone knows broadcasts and
+ * the addresses of other interfaces. Where forwarding is off nothing is routed on. */
+static __always_inline u32 find_way_on(struct __sk_buff *skb, const struct address *from, const struct address *to)
 {
 	struct bpf_fib_lookup route = {};
 	long found;
 
 	route.ifindex = skb->ifindex;
-	if (p->family == 6) {
-		route.family = FAMILY_IPV6;
-		__builtin_memcpy(route.ipv6_src, &p->tuple.source, 16);
-		__builtin_memcpy(route.ipv6_dst, &p->tuple.destination, 16);
-	} else {
+	if (is_mapped(to)) {
 		route.family = FAMILY_IPV4;
-		route.ipv4_src = p->tuple.source.words[3];
-		route.ipv4_dst = p->tuple.destination.words[3];
+		route.ipv4_src = from->words[3];
+		route.ipv4_dst = to->words[3];
+	} else {
+		route.family = FAMILY_IPV6;
+		__builtin_memcpy(route.ipv6_src, from, 16);
+		__builtin_memcpy(route.ipv6_dst, to, 16);
 	}
 	found = bpf_fib_lookup(skb, &route, sizeof(route), 0);
-	return found == BPF_FIB_LKUP_RET_SUCCESS || found == BPF_FIB_LKUP_RET_NO_NEIGH;
+	return found == BPF_FIB_LKUP_RET_SUCCESS || found == BPF_FIB_LKUP_RET_NO_NEIGH ? route.ifindex : 0;
+}
+
+static __always_inline int is_routed_on(struct __sk_buff *skb, const struct packet *p)
+{
+	return find_way_on(skb, &p->tuple.source, &p->tuple.destination) != 0;
+}
+
+/* From nobody in particular: of what comes from a link-local address the kernel says that it is not routed on. */
+static __always_inline int is_proxied(struct __sk_buff *skb, const struct address *address)
+{
+	struct address anybody = {};
+	u32 way_on = find_way_on(skb, &anybody, address);
+
+	return way_on && way_on != skb->ifindex;
 }
 
 #include "verdict.h"
@@ -295,20 +309,74 @@ static __always_inline __u8 redirect(struct __sk_buff *skb, const struct packet 
 }
 
 /*
- * Who sent it. The mark alone proves nothing: a packet that is forwarded may have been given any. One that comes from a socket of
- * this host was marked by somebody with CAP_NET_ADMIN; one that goes back out of the interface it came in by, under a mark that
- * the other side of a veth cannot set, was turned round by us. What came in nowhere was made on this host.
+ * Is the packet's socket one of this network namespace, and marked like the agent's? A container whose macvlan or VLAN device
+ * stands on an uplink sends through the uplink's hook too, packets of its own sockets under any mark (SO_MARK asks for no more
+ * than CAP_NET_RAW, which containers have). Linux 6.1 tells a classifier nothing of a socket's namespace, so the socket is looked up
+ * in ours by its own addresses (the packet's may have been translated), and what is found must be the very same one.
+ * Once a connection is closed its socket is not found any more: see 7e.
+ */
+static __always_inline int is_agents_socket(struct __sk_buff *skb)
+{
+	struct bpf_sock *sk = skb->sk, *found;
+	struct bpf_sock_tuple t = {};
+	u32 size = sizeof(t.ipv4);
+	int is_it;
+
+	sk = sk ? bpf_sk_fullsock(sk) : 0;
+	if (!sk || (sk->mark & MARK_MASK) != MARK_AGENT)
+		return 0;
+	if (sk->family == FAMILY_IPV4) {
+		t.ipv4.saddr = sk->dst_ip4;
+		t.ipv4.daddr = sk->src_ip4;
+		t.ipv4.sport = (__be16)sk->dst_port;
+		t.ipv4.dport = TO_NET16(sk->src_port);
+	} else if (sk->family == FAMILY_IPV6) {
+		size = sizeof(t.ipv6);
+		UNROLL
+		for (int i = 0; i < 4; i++) {
+			t.ipv6.saddr[i] = sk->dst_ip6[i];
+			t.ipv6.daddr[i] = sk->src_ip6[i];
+		}
+		t.ipv6.sport = (__be16)sk->dst_port;
+		t.ipv6.dport = TO_NET16(sk->src_port);
+	} else {
+		return 0;
+	}
+	if (sk->protocol == PROTOCOL_TCP)
+		found = bpf_skc_lookup_tcp(skb, &t, size, BPF_F_CURRENT_NETNS, 0);
+	else if (sk->protocol == PROTOCOL_UDP)
+		found = bpf_sk_lookup_udp(skb, &t, size, BPF_F_CURRENT_NETNS, 0);
+	else
+		return 0;
+	if (!found)
+		return 0;
+	is_it = found == sk;
+	bpf_sk_release(found);
+	return is_it;
+}
+
+/*
+ * Who sent it. The mark alone proves nothing: a packet that is forwarded may have been given any. Toward an endpoint a mark and a
+ * socket are those of somebody with CAP_NET_ADMIN on this host: what came in by any interface has no socket, and what came through
+ * a veth from another namespace has lost its mark as well (a device given away that stands on the endpoint's own keeps both: the
+ * agent's replies leave by raw sockets, which cannot be looked up). One that goes back out of the interface it came in by, under a
+ * mark that the other side of a veth cannot set, was turned round by us. What came in nowhere was made on this host.
  */
 static __always_inline __u8 origin_of(struct __sk_buff *skb, __u8 direction)
 {
 	u32 mark = skb->mark & MARK_MASK;
 
+	if (direction == DIRECTION_EGRESS) {
+		if (mark == MARK_AGENT && is_agents_socket(skb))
+			return ORIGIN_AGENT;
+		if (skb->ingress_ifindex)
+			return ORIGIN_FORWARDED;
+		return mark == MARK_AGENT ? ORIGIN_MARKED : ORIGIN_WIRE;
+	}
 	if (mark == MARK_AGENT && skb->sk)
 		return ORIGIN_AGENT;
-	if (direction == DIRECTION_EGRESS)
-		return skb->ingress_ifindex ? ORIGIN_FORWARDED : ORIGIN_WIRE;
 	if (mark == MARK_AGENT && !skb->ingress_ifindex)
-		return ORIGIN_COOKIE;
+		return ORIGIN_MARKED;
 	if (mark == MARK_ANSWER && skb->ingress_ifindex == skb->ifindex)
 		return ORIGIN_ANSWER;
 	return ORIGIN_WIRE;
@@ -353,12 +421,13 @@ static __always_inline int drop(struct __sk_buff *skb, const struct packet *p, c
 }
 
 /*
- * A frame that the agent puts through a hook to see it counted and gone. Nobody else can make one: what comes from a wire, or
- * from another network namespace, carries no mark. Dropped under audit too, so it needs no policy and reaches no stack.
+ * A frame that the agent puts through an ingress hook to see it counted and gone. Nobody else can make one: what comes in from a
+ * wire, or from another network namespace, carries no mark. Dropped under audit too, so it needs no policy and reaches no stack.
  */
 static __always_inline int is_canary(struct __sk_buff *skb)
 {
-	return skb->protocol == TO_NET16(ETHERTYPE_CANARY) && (skb->mark & MARK_MASK) == MARK_ANSWER;
+	return skb->protocol == TO_NET16(ETHERTYPE_CANARY) && (skb->mark & MARK_MASK) == MARK_ANSWER &&
+	       skb->ingress_ifindex == skb->ifindex;
 }
 
 static __always_inline int police(struct __sk_buff *skb, __u8 direction)

@@ -45,8 +45,10 @@
 #define ETHERTYPE_ARP 0x0806
 #define ETHERTYPE_VLAN 0x8100
 #define ETHERTYPE_IPV6 0x86dd
+#define ETHERTYPE_EAPOL 0x888e
 #define ETHERTYPE_QINQ 0x88a8
 #define ETHERTYPE_CANARY 0x88b5 /* IEEE 802: for experiments of one's own */
+#define ETHERTYPE_LLDP 0x88cc
 
 #define PROTOCOL_HOP_BY_HOP 0
 #define PROTOCOL_ICMP 1
@@ -83,6 +85,7 @@ enum kind {
 	KIND_ARP = 3,
 	KIND_NEIGHBOUR = 4, /* neighbour discovery or MLD */
 	KIND_ROUTER = 5,    /* a message only a router may send: advertisement, redirect */
+	KIND_LINK = 6,      /* between the two ends of a cable: EAPOL, LLDP */
 };
 
 enum part {
@@ -94,9 +97,9 @@ enum part {
 /* Who sent it, as far as the hook can tell. */
 enum origin {
 	ORIGIN_WIRE = 0,
-	ORIGIN_AGENT = 1,  /* the agent's mark and a local socket */
+	ORIGIN_AGENT = 1,  /* a socket of the agent's */
 	ORIGIN_ANSWER = 2, /* a refusal this program turned round */
-	ORIGIN_COOKIE = 3, /* the agent's mark, made on this host, without a socket */
+	ORIGIN_MARKED = 3, /* the agent's mark, and no socket of its own: the kernel in its name, or somebody who took the mark */
 	ORIGIN_FORWARDED = 4, /* leaves an uplink, and came in somewhere */
 };
 
@@ -201,15 +204,17 @@ static __always_inline int parse_icmp(void *ctx, struct packet *p)
 /* RFC 9293 3.1. All of the header is in the first fragment, or there is no telling what will stand in it (RFC 7112). */
 static __always_inline int parse_tcp(void *ctx, struct packet *p)
 {
-	__u8 rest[12];
+	__u8 header[20];
 	__u32 length;
 
-	if (load_packet(ctx, p, p->transport + 8, rest, sizeof(rest)))
+	if (load_packet(ctx, p, p->transport, header, sizeof(header)))
 		return DROP_MALFORMED;
-	length = (rest[4] >> 4) * 4;
+	__builtin_memcpy(&p->tuple.source_port, header, 4);
+	p->policy_port = p->tuple.destination_port;
+	length = (header[12] >> 4) * 4;
 	if (length < 20 || p->transport + length > p->end)
 		return DROP_MALFORMED;
-	p->tcp_flags = rest[5];
+	p->tcp_flags = header[13];
 	return 0;
 }
 
@@ -233,16 +238,16 @@ static __always_inline int parse_transport(void *ctx, struct packet *p)
 		return DROP_MALFORMED;
 	if (p->part == PART_LATER) /* its ports are known from the first one, or it is dropped */
 		return p->place * 8 + p->end - p->transport > LENGTH_FIELD_MAX ? DROP_MALFORMED : 0;
+	if (protocol == PROTOCOL_TCP)
+		return parse_tcp(ctx, p);
 	if (has_ports(protocol)) {
-		__be16 words[4]; /* UDP's whole header, and less than TCP's or SCTP's */
+		__be16 words[4]; /* UDP's whole header, and less than SCTP's */
 
 		if (load_packet(ctx, p, p->transport, words, sizeof(words)))
 			return DROP_MALFORMED;
 		p->tuple.source_port = words[0];
 		p->tuple.destination_port = words[1];
 		p->policy_port = words[1];
-		if (protocol == PROTOCOL_TCP)
-			return parse_tcp(ctx, p);
 		if (protocol == PROTOCOL_SCTP)
 			return parse_sctp(ctx, p);
 		if (FROM_NET16(words[2]) < 8 ||
@@ -540,6 +545,26 @@ static __always_inline int parse_arp(void *ctx, __u32 offset, struct packet *p)
 }
 
 /*
+ * IEEE 802.1X and 802.1AB. Frames to 01-80-C2-00-00-0x are forwarded by no bridge (802.1Q table 8-1); on a radio link EAPOL goes to
+ * the access point's own address.
+ */
+static __always_inline int parse_link(void *ctx, __be16 ethertype, struct packet *p)
+{
+	int is_not_bridged, is_link;
+	__u8 to[6];
+
+	if (load_bytes(ctx, 0, to, sizeof(to)))
+		return DROP_MALFORMED;
+	is_not_bridged = to[0] == 1 && to[1] == 0x80 && to[2] == 0xc2 && !to[3] && !to[4] && to[5] < 16;
+	is_link = ethertype == TO_NET16(ETHERTYPE_EAPOL) ? is_not_bridged || !(to[0] & 1)
+							 : ethertype == TO_NET16(ETHERTYPE_LLDP) && is_not_bridged;
+	if (p->vlans || !is_link)
+		return DROP_ETHERTYPE;
+	p->kind = KIND_LINK;
+	return 0;
+}
+
+/*
  * p must be zero but for length, origin and vlans (the tag the network card took off). Returns 0 or why it must be dropped; then
  * p holds as much as was read.
  */
@@ -567,7 +592,7 @@ static __always_inline int parse_frame(void *ctx, struct packet *p)
 		return parse_ipv6(ctx, offset, p);
 	if (ethertype == TO_NET16(ETHERTYPE_ARP))
 		return parse_arp(ctx, offset, p);
-	return DROP_ETHERTYPE;
+	return parse_link(ctx, ethertype, p);
 }
 
 #endif

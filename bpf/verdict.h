@@ -9,8 +9,10 @@
  *     Neighbour discovery and MLD do not leave the link: a router would carry them, and whatever they hold, anywhere.
  *     a. DHCP of an uplink, and of an endpoint that may, passes: questions to everybody on the link, and answers to its port.
  *        A question to one server needs a rule; without one a lease is renewed from everybody (RFC 2131 4.4.5, RFC 8415 18.2.5).
+ *     b. EAPOL and LLDP of an uplink pass: without them its switch may take the link down, and they reach nobody behind it.
+ *     c. An uplink may answer for what this host routes on by another interface (proxy ARP, RFC 1027; RFC 4389).
  *  4. Toward the endpoint: what the agent's own sockets send, and our own refusals, pass. Under load the kernel answers a SYN
- *     by a cookie and without a socket: a SYN-ACK made on this host under the agent's mark passes too, and opens nothing.
+ *     by a cookie and without a socket: a SYN-ACK made on this host under the agent's mark alone passes too, and opens nothing.
  *     a. From an uplink: what the agent's own sockets send passes, and what this host only forwards, which its own endpoint is to
  *        police. Replies come back to the agent, and to what leaves under the host's address (masqueraded): both leave a flow.
  *     b. Toward an uplink: what this host routes on passes. What goes to many is the host's.
@@ -25,7 +27,8 @@
  *        no flow, or to somebody else: dropped.
  *     d. Of an ended flow nothing passes but what opens a new one by 8 to 10: the endpoint's SYN or datagram; the peer's
  *        SYN where it was the peer who had opened it. What the proxy must get it gets.
- *     e. A flow of 4a is never judged again. It is none for what the host's own sockets send.
+ *     e. A flow of 4a is never judged again. It is none for what the host's own sockets send, but for the end of a TCP
+ *        connection: the kernel acknowledges and resets in the agent's name when its socket is gone.
  *  8. Address -> identity: in the endpoint's scope, else in the static one, else world.
  *  9. Identity x direction x protocol x port -> the stronger of the identity's row and the row for any identity: deny,
  *     redirect, allow. No row: the direction's default.
@@ -48,6 +51,7 @@
  *   put_last_seen(scope, address, now)
  *   is_own_address(endpoint, address)
  *   is_routed_on(ctx, packet): whether this host's routing leads it to somebody else
+ *   is_proxied(ctx, address): whether it leads what comes in for that address on by another interface
  *   find_question_due(endpoint) -> row or NULL; put_question_due(endpoint, due)
  */
 #ifndef NAMEGATE_VERDICT_H
@@ -169,7 +173,19 @@ static __always_inline int is_on_link(const struct packet *p, __u8 direction)
 	return to->words[0] == from->words[0] && to->words[1] == from->words[1];
 }
 
-static __always_inline __u8 judge_neighbour(const struct endpoint_value *e, const struct packet *p, __u8 direction)
+/* 3c. ARP and advertisements; the source of these is the proxy's own address, or the one it answers for. */
+static __always_inline int may_answer_for(void *ctx, const struct endpoint_value *e, const struct packet *p)
+{
+	const struct address *claim = p->kind == KIND_ARP ? &p->tuple.source : &p->about.source;
+
+	if (e->orientation != ORIENTATION_UPLINK || is_unspecified(claim))
+		return 0;
+	if (!may_claim(e->endpoint, &p->tuple.source) && !is_same_address(&p->tuple.source, claim))
+		return 0;
+	return is_proxied(ctx, claim);
+}
+
+static __always_inline __u8 judge_neighbour(void *ctx, const struct endpoint_value *e, const struct packet *p, __u8 direction)
 {
 	if (p->part != PART_WHOLE) /* RFC 6980: neighbour discovery is never fragmented */
 		return DROP_FRAGMENT;
@@ -179,9 +195,9 @@ static __always_inline __u8 judge_neighbour(const struct endpoint_value *e, cons
 		return PASS_NEIGHBOUR;
 	if (p->kind == KIND_ROUTER)
 		return DROP_NEIGHBOUR_CLAIM;
-	if (!may_claim(e->endpoint, &p->tuple.source) || !may_claim(e->endpoint, &p->about.source))
-		return DROP_NEIGHBOUR_CLAIM;
-	return PASS_NEIGHBOUR;
+	if (may_claim(e->endpoint, &p->tuple.source) && may_claim(e->endpoint, &p->about.source))
+		return PASS_NEIGHBOUR;
+	return may_answer_for(ctx, e, p) ? PASS_NEIGHBOUR : DROP_NEIGHBOUR_CLAIM;
 }
 
 /* ff02::1:2, all relays and servers on the link */
@@ -475,8 +491,10 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 	int is_barred = 0, is_alone = 0;
 	__u8 reason;
 
+	if (p->kind == KIND_LINK) /* 3b. */
+		return e->orientation == ORIENTATION_UPLINK ? PASS_NEIGHBOUR : DROP_ETHERTYPE;
 	if (p->kind >= KIND_ARP) /* 3. */
-		return judge_neighbour(e, p, direction);
+		return judge_neighbour(ctx, e, p, direction);
 	if (is_dhcp(e, p, direction)) /* 3a. */
 		return PASS_DHCP;
 	if (direction == DIRECTION_INGRESS) { /* 4. */
@@ -484,7 +502,7 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 			return PASS_AGENT;
 		if (p->origin == ORIGIN_ANSWER)
 			return PASS_ANSWER;
-		if (p->origin == ORIGIN_COOKIE && (p->tcp_flags & TCP_BEGIN_OR_END) == (TCP_SYN | TCP_ACK))
+		if (p->origin == ORIGIN_MARKED && (p->tcp_flags & TCP_BEGIN_OR_END) == (TCP_SYN | TCP_ACK))
 			return PASS_AGENT;
 	} else if (e->orientation == ORIENTATION_UPLINK &&
 		   (p->origin == ORIGIN_AGENT || p->origin == ORIGIN_FORWARDED)) { /* 4a. */
@@ -533,7 +551,8 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 		flow = find_flow(&key);
 	if (flow && is_over(flow, key.protocol, p->kind == KIND_FLOW && is_opening(p), now)) /* 7a. */
 		flow = 0;
-	if (flow && flow->exempt && direction == DIRECTION_EGRESS && p->kind == KIND_FLOW) /* 7e. */
+	if (flow && flow->exempt && direction == DIRECTION_EGRESS && p->kind == KIND_FLOW &&
+	    (p->origin != ORIGIN_MARKED || p->tuple.protocol != PROTOCOL_TCP || is_opening(p))) /* 7e. */
 		flow = 0;
 
 	if (flow && flow->state == FLOW_ENDED) { /* 7d. */

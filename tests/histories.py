@@ -9,9 +9,20 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from agent.core.types import IDENTITY_WORLD, Direction, Orientation, PolicyKey, PolicyValue, Table, Verdict, Write, packed
+from agent.core.types import (
+    IDENTITY_WORLD,
+    Address,
+    Direction,
+    Orientation,
+    PolicyKey,
+    PolicyValue,
+    Table,
+    Verdict,
+    Write,
+    packed,
+)
 from agent.datapath.abi import Reason
-from agent.datapath.model import Origin
+from agent.datapath.model import Origin, _Drop, parse
 from tests.judges import Judge
 from tests.packets import (
     ACK,
@@ -163,6 +174,15 @@ def _is_containers(whole: bytes) -> bool:
     return whole[ip_at - 2 : ip_at] == b"\x86\xdd" and is_there and whole[ip_at + 8] != 0xFE
 
 
+def _claimed(whole: bytes) -> Address | None:
+    """The address for which an ARP packet or an advertisement speaks."""
+    try:
+        packet = parse(whole)
+    except _Drop:
+        return None
+    return packet.claims[-1] if packet.is_answer else None
+
+
 @st.composite
 def _packets(draw: st.DrawFn, cut_min: int) -> Packet:
     direction, whole = draw(_frames())
@@ -170,8 +190,12 @@ def _packets(draw: st.DrawFn, cut_min: int) -> Packet:
         whole = whole[: draw(st.integers(min(cut_min, len(whole)), len(whole)))]
         place = draw(st.integers(12, len(whole) - 1)) if len(whole) > 14 else 12
         whole = whole[:place] + draw(st.binary(min_size=1, max_size=1)) + whole[place + 1 :]
-    origin = draw(st.sampled_from((Origin.WIRE,) * 18 + (Origin.AGENT,)))
-    if direction is Direction.EGRESS:
+    marked = Origin.MARKED if direction is Direction.EGRESS else Origin.AGENT  # what a test run can show: see can_show()
+    origin = draw(st.sampled_from((Origin.WIRE,) * 18 + (marked,)))
+    if (claimed := _claimed(whole)) is not None:
+        is_routed_on = claimed[:1] == b"\x0a" if len(claimed) == 4 else claimed[:8] == packed("2001:db8:0:d::")[:8]
+        origin = Origin.FORWARDED if is_routed_on else origin
+    elif direction is Direction.EGRESS:
         origin = draw(st.sampled_from((origin,) * 6 + (Origin.FORWARDED,)))
     elif origin is Origin.WIRE and _is_containers(whole):
         origin = Origin.FORWARDED

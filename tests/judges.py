@@ -174,8 +174,8 @@ class KernelJudge:
     """BPF_PROG_TEST_RUN of the loaded programs. No packet leaves: a redirect is only reported.
 
     Runs in a network namespace of its own, whose host has the client's addresses and routes on to containers (10.0.0.0/8,
-    2001:db8:0:d::/64): what a case says is routed on must be theirs. A run always has a socket, so it cannot show what has none
-    (Origin.COOKIE).
+    2001:db8:0:d::/64): what a case says is routed on must be theirs. A run always has the same socket, which nobody finds: see
+    can_show().
     """
 
     def __init__(self, defines: Mapping[str, int] = SMALL_TABLES) -> None:
@@ -237,7 +237,7 @@ class KernelJudge:
     def judge(self, direction: Direction, frame: bytes, origin: Origin = Origin.WIRE, vlans: int = 0) -> Reason:
         assert not vlans, "a test run cannot say that the card took a tag off"
         program = "from_endpoint" if direction is Direction.EGRESS else "to_endpoint"
-        mark = {Origin.AGENT: MARK_AGENT, Origin.ANSWER: MARK_ANSWER}.get(origin, 0)
+        mark = {Origin.AGENT: MARK_AGENT, Origin.MARKED: MARK_AGENT, Origin.ANSWER: MARK_ANSWER}.get(origin, 0)
         came_in_by = IFINDEX if direction is Direction.INGRESS or origin is Origin.FORWARDED else 0
         action = self.run(program, frame, mark, came_in_by=came_in_by).action
         counts = self._counts()
@@ -273,6 +273,12 @@ class KernelJudge:
 
     def flows(self) -> set[tuple[object, ...]]:
         return {_flow_of(key, value) for key, value in self.tables._rows("flows")}
+
+
+def can_show(direction: Direction, origin: Origin) -> bool:
+    """Whether a test run's packet can be of it: toward an endpoint it has the agent's mark and a socket, from one no socket of
+    the agent's. (What its sockets send is seen in tests/netns/test_uplink.py.)"""
+    return origin is not (Origin.MARKED if direction is Direction.INGRESS else Origin.AGENT)
 
 
 def can_run(frame: bytes) -> bool:

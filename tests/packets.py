@@ -19,10 +19,10 @@ FIN, SYN, RST, PUSH, ACK = 1, 2, 4, 8, 16
 _MACS = bytes.fromhex("0200000000fe0200000000a1")
 
 
-def ethernet(ethertype: int, payload: bytes, *vlans: int) -> bytes:
+def ethernet(ethertype: int, payload: bytes, *vlans: int, to: bytes = _MACS[:6]) -> bytes:
     """vlans: ethertypes of VLAN tags in front of the payload."""
     header = b"".join(struct.pack(">HH", ethertype_before, 5) for ethertype_before in vlans)
-    return _MACS + header + struct.pack(">H", ethertype) + payload
+    return to + _MACS[6:] + header + struct.pack(">H", ethertype) + payload
 
 
 def ipv4_header(source: str, destination: str, protocol: int, length: int, flags: int = 0, number: int = 7) -> bytes:

@@ -63,6 +63,8 @@ _OPTIONS_MAX: Final = 16
 _SOURCE_ROUTES: Final = (131, 137)
 _ALL_DHCP_SERVERS: Final = bytes.fromhex("ff020000000000000000000000010002")
 _LIMITED_BROADCAST: Final = b"\xff\xff\xff\xff"
+_EAPOL, _LLDP = 0x888E, 0x88CC
+_NOT_BRIDGED: Final = bytes.fromhex("0180c20000")  # and an octet below 16
 
 
 class Kind(enum.IntEnum):
@@ -72,6 +74,7 @@ class Kind(enum.IntEnum):
     ARP = 3
     NEIGHBOUR = 4
     ROUTER = 5
+    LINK = 6
 
 
 class Part(enum.IntEnum):
@@ -84,8 +87,8 @@ class Origin(enum.IntEnum):
     WIRE = 0
     AGENT = 1
     ANSWER = 2
-    COOKIE = 3
-    FORWARDED = 4  # toward an uplink: routed on
+    MARKED = 3
+    FORWARDED = 4  # toward an uplink: routed on; of an answer for an address: that one is
 
 
 class FlowKey(NamedTuple):
@@ -159,6 +162,11 @@ class Packet:
         if direction is Direction.EGRESS:
             return self.protocol != PROTOCOL_TCP or not self.flags & _RST
         return self.is_opening
+
+    @property
+    def is_answer(self) -> bool:
+        """Says who has an address, as every ARP packet does."""
+        return self.kind is Kind.ARP or len(self.claims) == 2
 
     @property
     def end(self) -> int:
@@ -263,13 +271,18 @@ class Model:
         self, packet: Packet, endpoint: EndpointValue, group: GroupValue, direction: Direction, now: int, origin: Origin
     ) -> tuple[Judgement, Packet]:
         outward = direction is Direction.EGRESS
+        if packet.kind is Kind.LINK:  # 3b.
+            if endpoint.orientation is not Orientation.UPLINK:
+                raise _Drop(Reason.DROP_ETHERTYPE)
+            return Judgement(Reason.PASS_NEIGHBOUR), packet
         if packet.kind in {Kind.ARP, Kind.NEIGHBOUR, Kind.ROUTER}:  # 3.
             if packet.part is not Part.WHOLE:
                 raise _Drop(Reason.DROP_FRAGMENT)
             if not _is_on_link(packet, direction):
                 raise _Drop(Reason.DROP_NEIGHBOUR_CLAIM)
-            may_claim = packet.kind is not Kind.ROUTER and all(self._may_claim(endpoint, claim) for claim in packet.claims)
-            if outward and not may_claim:
+            may_claim = all(self._may_claim(endpoint, claim) for claim in packet.claims)
+            may_claim = may_claim or (origin is Origin.FORWARDED and self._is_answer_for_another(endpoint, packet))
+            if outward and (packet.kind is Kind.ROUTER or not may_claim):
                 raise _Drop(Reason.DROP_NEIGHBOUR_CLAIM)
             return Judgement(Reason.PASS_NEIGHBOUR), packet
         if self._is_dhcp(endpoint, packet, direction):  # 3a.
@@ -305,7 +318,8 @@ class Model:
         if flow and _is_over(flow, key.protocol, packet.kind is Kind.FLOW and packet.is_opening, now):  # 7a.
             flow = None
         if flow and flow.exempt and outward and packet.kind is Kind.FLOW:  # 7e.
-            flow = None
+            is_kernels = origin is Origin.MARKED and packet.protocol == PROTOCOL_TCP and not packet.is_opening
+            flow = flow if is_kernels else None
 
         is_barred = is_alone = False
         if flow and flow.state is FlowState.ENDED:  # 7d.
@@ -403,7 +417,7 @@ class Model:
                 return Reason.PASS_AGENT
             if origin is Origin.ANSWER:
                 return Reason.PASS_ANSWER
-            if origin is Origin.COOKIE and packet.flags & (_SYN | _ACK | _RST | _FIN) == _SYN | _ACK:
+            if origin is Origin.MARKED and packet.flags & (_SYN | _ACK | _RST | _FIN) == _SYN | _ACK:
                 return Reason.PASS_AGENT
             return None
         if endpoint.orientation is not Orientation.UPLINK or origin not in {Origin.AGENT, Origin.FORWARDED}:
@@ -471,6 +485,12 @@ class Model:
 
     def _may_claim(self, endpoint: EndpointValue, address: Address) -> bool:
         return not any(address) or _is_link_local(address) or self._is_own(endpoint, address)
+
+    def _is_answer_for_another(self, endpoint: EndpointValue, packet: Packet) -> bool:
+        """3c, but for the routing: whether an uplink claims one address more than its own, as a proxy does."""
+        if endpoint.orientation is not Orientation.UPLINK or not packet.is_answer or not any(packet.claims[-1]):
+            return False
+        return packet.source == packet.claims[-1] or self._may_claim(endpoint, packet.source)
 
 
 def _is_link_local(address: Address) -> bool:
@@ -581,7 +601,14 @@ def parse(frame: bytes, vlans: int = 0) -> Packet:
         case 0x0806:
             return _parse_arp(body)
         case _:
-            raise _Drop(Reason.DROP_ETHERTYPE)
+            return _parse_link(ethertype, _read(frame, 0, 6), vlans)
+
+
+def _parse_link(ethertype: int, to: bytes, vlans: int) -> Packet:
+    is_for_one, is_not_bridged = not to[0] & 1, to[:5] == _NOT_BRIDGED and to[5] < 16
+    if vlans or ethertype not in {_EAPOL, _LLDP} or not (is_not_bridged or (is_for_one and ethertype == _EAPOL)):
+        raise _Drop(Reason.DROP_ETHERTYPE)
+    return Packet(b"", b"", kind=Kind.LINK)
 
 
 def _parse_arp(body: bytes) -> Packet:

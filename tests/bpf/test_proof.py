@@ -127,13 +127,16 @@ def test_the_gate(scene: Scene) -> None:
 
 
 def test_an_uplink(scene: Scene) -> None:
-    """Its ingress is the other program's hook."""
+    """Its ingress is the other program's hook. Its egress, where a device on the uplink may send anything, knows no canary."""
     with inside(scene.lab.client):
         ifindex = socket.if_nametoindex("eth0")
         with contextlib.closing(Datapath.open(scene.settings)) as datapath:
             datapath.apply([*scene.rows(), Write(Table.ENDPOINTS, ifindex, EndpointValue(1, 1, 1, Orientation.UPLINK))])
             datapath.attach(Attach(1, "eth0", ifindex, Orientation.UPLINK))
             assert counted(datapath, Reason.DROP_CANARY) == 1
+            _send_marked(scene)
+            assert counted(datapath, Reason.DROP_CANARY) == 1
+            assert counted(datapath, Reason.DROP_ETHERTYPE) == 1
         cleanup(scene.settings)
 
 
@@ -142,12 +145,19 @@ def test_a_workload_cannot_make_one(scene: Scene) -> None:
     with scene.opened() as datapath:
         datapath.attach(scene.attach)
         before = counted(datapath, Reason.DROP_CANARY)
-        with inside(scene.lab.client), socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as raw:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, scene.settings.mark_answer)
-            raw.bind(("eth0", 0))
-            raw.send(bytes.fromhex("0180c200000f 020000000000 88b5") + bytes(46))
+        with inside(scene.lab.client):
+            _send_marked(scene)
         assert counted(datapath, Reason.DROP_CANARY) == before
         assert counted(datapath, Reason.DROP_ETHERTYPE) == 1
+
+
+def _send_marked(scene: Scene) -> None:
+    """A frame as the agent's, out of the client's interface."""
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, scene.settings.mark_answer)
+        raw.bind(("eth0", 0))
+        with contextlib.suppress(OSError):  # of what is dropped at egress its sender is told
+            raw.send(bytes.fromhex("0180c200000f 020000000000 88b5") + bytes(46))
 
 
 # --- the program itself ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from agent.core.types import Orientation
 from tests.families.vocabulary import (
     DATAGRAM,
     EVERYTHING,
@@ -50,6 +51,7 @@ from tests.verdict_cases import (
     After,
     Case,
     Sees,
+    endpoint,
     rule,
 )
 
@@ -122,17 +124,17 @@ def _ethertypes() -> Iterator[Case]:
         ("RARP", 0x8035),
         ("MPLS", 0x8847),
         ("PPPoE", 0x8864),
-        ("EAPOL", 0x888E),
         ("LACP", 0x8809),
         ("MACsec", 0x88E5),
-        ("LLDP", 0x88CC),
+        ("CDP, and another protocol of one vendor", 0x2000),
     ):
-        whole = ethernet(number, bytes(46))
+        whole, across = ethernet(number, bytes(46)), ethernet(number, bytes(46), to=bytes.fromhex("0180c200000e"))
+        refused = tuple(Sees(direction, each, R.DROP_ETHERTYPE) for direction in (EGRESS, INGRESS) for each in (whole, across))
         yield Case(
             f"2 ethertype {what}",
-            "what is neither ARP nor IP has no rule that could allow it",
+            "what is neither ARP nor IP has no rule that could allow it, nor is an uplink an exception",
             EVERYTHING,
-            (Sees(EGRESS, whole, R.DROP_ETHERTYPE), Sees(INGRESS, whole, R.DROP_ETHERTYPE)),
+            (*refused, endpoint(Orientation.UPLINK), *refused),
         )
 
 
@@ -306,4 +308,35 @@ def _vlans() -> Iterator[Case]:
     )
 
 
-FAMILY: Final = (*_lengths(), *_ethertypes(), *_options(), *_extension_headers(), *_vlans())
+def _links() -> Iterator[Case]:
+    for what, number, to, reason in (
+        ("EAPOL to the switch", 0x888E, "0180c2000003", R.PASS_NEIGHBOUR),
+        ("EAPOL to an access point", 0x888E, "020000000001", R.PASS_NEIGHBOUR),
+        ("EAPOL to everybody", 0x888E, "ffffffffffff", R.DROP_ETHERTYPE),
+        ("EAPOL to a group that bridges forward", 0x888E, "0180c2000010", R.DROP_ETHERTYPE),
+        ("EAPOL to another vendor's group", 0x888E, "01000ccccccc", R.DROP_ETHERTYPE),
+        ("LLDP to the nearest bridge", 0x88CC, "0180c200000e", R.PASS_NEIGHBOUR),
+        ("LLDP past a relay", 0x88CC, "0180c2000003", R.PASS_NEIGHBOUR),
+        ("LLDP to the customer's bridge", 0x88CC, "0180c2000000", R.PASS_NEIGHBOUR),
+        ("LLDP to one station", 0x88CC, "020000000001", R.DROP_ETHERTYPE),
+        ("LLDP to everybody", 0x88CC, "ffffffffffff", R.DROP_ETHERTYPE),
+    ):
+        whole = ethernet(number, bytes(46), to=bytes.fromhex(to))
+        tagged = ethernet(number, bytes(46), 0x8100, to=bytes.fromhex(to))
+        yield Case(
+            f"3b {what}",
+            "keeps an uplink's link, both ways, if it cannot get behind the other end of it; no workload has a link to keep",
+            (),
+            (
+                Sees(EGRESS, whole, R.DROP_ETHERTYPE),
+                Sees(INGRESS, whole, R.DROP_ETHERTYPE),
+                endpoint(Orientation.UPLINK),
+                Sees(EGRESS, whole, reason),
+                Sees(INGRESS, whole, reason),
+                Sees(EGRESS, tagged, R.DROP_ETHERTYPE),
+                Sees(EGRESS, whole, R.DROP_ETHERTYPE, vlans=1),
+            ),
+        )
+
+
+FAMILY: Final = (*_lengths(), *_ethertypes(), *_links(), *_options(), *_extension_headers(), *_vlans())

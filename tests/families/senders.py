@@ -23,6 +23,7 @@ from tests.packets import (
     ACK,
     CLIENT,
     CLIENT6,
+    FIN,
     GRE,
     ICMP,
     ICMPV6,
@@ -125,6 +126,32 @@ def _neighbours() -> Iterator[Case]:
         (),
         (Sees(EGRESS, listening, R.PASS_NEIGHBOUR),),
     )
+    uplink, routed, routed6 = endpoint(Orientation.UPLINK), "10.0.0.5", "2001:db8:0:d::5"
+    forwarded = Origin.FORWARDED  # said of the address that is answered for: this host routes it on
+    for what, whole, reason, is_routed in (
+        ("ARP, for an address that is routed on", arp(routed, OTHER), R.PASS_NEIGHBOUR, True),
+        ("ARP, for one on the same link", arp(OTHER, OTHER), R.DROP_NEIGHBOUR_CLAIM, False),
+        ("an advertisement by the host", neighbour(CLIENT6, "fe80::9", 136, routed6), R.PASS_NEIGHBOUR, True),
+        ("an advertisement by its link-local address", neighbour("fe80::1", "fe80::9", 136, routed6), R.PASS_NEIGHBOUR, True),
+        ("an advertisement in its name", neighbour(routed6, "fe80::9", 136, routed6), R.PASS_NEIGHBOUR, True),
+        ("an advertisement to all", neighbour("fe80::1", "ff02::1", 136, routed6), R.PASS_NEIGHBOUR, True),
+        ("an advertisement by somebody else", neighbour(OTHER6, "fe80::9", 136, routed6), R.DROP_NEIGHBOUR_CLAIM, True),
+        ("an advertisement of one on the same link", neighbour(CLIENT6, "fe80::9", 136, OTHER6), R.DROP_NEIGHBOUR_CLAIM, False),
+        ("an advertisement of none", neighbour(routed6, "fe80::9", 136, "::"), R.DROP_NEIGHBOUR_CLAIM, True),
+        ("an advertisement off the link", neighbour(CLIENT6, PEER6, 136, routed6), R.DROP_NEIGHBOUR_CLAIM, True),
+        ("a question", neighbour(routed6, "ff02::1", 135, OTHER6), R.DROP_NEIGHBOUR_CLAIM, True),
+        ("a router's part", neighbour(routed6, "ff02::1", 134, "::"), R.DROP_NEIGHBOUR_CLAIM, True),
+    ):
+        yield Case(
+            f"3c proxy: {what}",
+            "an uplink may answer for what the host routes on by another interface; a workload may for nobody",
+            (),
+            (
+                Sees(EGRESS, whole, R.DROP_NEIGHBOUR_CLAIM, forwarded),
+                uplink,
+                Sees(EGRESS, whole, reason, forwarded if is_routed else Origin.WIRE),
+            ),
+        )
     yield Case(
         "3 an advertisement cut before its target",
         "names nobody",
@@ -187,7 +214,7 @@ def _dhcp() -> Iterator[Case]:
 
 def _origins() -> Iterator[Case]:
     uplink = endpoint(Orientation.UPLINK)
-    agent, forwarded, cookie, refusal = Origin.AGENT, Origin.FORWARDED, Origin.COOKIE, Origin.ANSWER
+    agent, forwarded, marked, refusal = Origin.AGENT, Origin.FORWARDED, Origin.MARKED, Origin.ANSWER
     container, elsewhere, elsewhere6 = "10.0.0.5", "10.0.0.6", "2001:db8:0:d::6"
     ask, reply = udp(40000, 53), udp(53, 40000)
 
@@ -209,7 +236,7 @@ def _origins() -> Iterator[Case]:
             "of what this host makes under the agent's mark without a socket, a SYN cookie's answer passes and opens nothing",
             (),
             (
-                Sees(INGRESS, frame(OTHER, CLIENT, TCP, tcp(53, 40000, flags)), reason, cookie),
+                Sees(INGRESS, frame(OTHER, CLIENT, TCP, tcp(53, 40000, flags)), reason, marked),
                 Sees(EGRESS, frame(CLIENT, OTHER, TCP, tcp(40000, 53, ACK)), R.DROP_POLICY),
             ),
         )
@@ -217,13 +244,43 @@ def _origins() -> Iterator[Case]:
         "4 without a socket: a datagram",
         "is not believed",
         (),
-        (Sees(INGRESS, frame(OTHER, CLIENT, UDP, reply), R.DROP_POLICY, cookie),),
+        (Sees(INGRESS, frame(OTHER, CLIENT, UDP, reply), R.DROP_POLICY, marked),),
     )
     yield Case(
         "4a behind an interface nothing is believed",
         "of what a workload sends, neither a mark nor where it came in by says who it is",
         (),
-        (sent(ask, R.DROP_POLICY, agent), sent(ask, R.DROP_POLICY, forwarded)),
+        (sent(ask, R.DROP_POLICY, agent), sent(ask, R.DROP_POLICY, marked), sent(ask, R.DROP_POLICY, forwarded)),
+    )
+    for what, protocol, question, to in (
+        ("a datagram", UDP, ask, OTHER),
+        ("a datagram in IPv6", UDP, ask, OTHER6),
+        ("a connection", TCP, OPENING, OTHER),
+        ("a connection in IPv6", TCP, OPENING, OTHER6),
+        ("a packet of none", TCP, SENT, OTHER),
+        ("an echo", ICMP, echo(8, 9), OTHER),
+        ("GRE", GRE, bytes(8), OTHER),
+    ):
+        yield Case(
+            f"4a the mark alone: {what}",
+            "a mark without a socket of this host is anybody's: the packet is judged as if it had none, its source too",
+            (uplink,),
+            (
+                sent(question, R.DROP_POLICY, marked, protocol, to),
+                Sees(
+                    EGRESS, frame("2001:db8::66" if ":" in to else "192.0.2.66", to, protocol, question), R.DROP_SOURCE, marked
+                ),
+                rule(DENY, 0, 0),
+                sent(question, R.DROP_DENY, marked, protocol, to),
+                rule(ALLOW, 0, 0),
+                sent(question, R.PASS_POLICY, marked, protocol, to),
+            ),
+        )
+    yield Case(
+        "4a the mark alone asks",
+        "it is redirected like any socket of the host",
+        (uplink, rule(REDIRECT, 0, UDP, 53)),
+        (sent(ask, R.PASS_REDIRECT, marked),),
     )
     for what, protocol, question, answer, to in (
         ("over UDP", UDP, ask, reply, OTHER),
@@ -350,6 +407,32 @@ def _origins() -> Iterator[Case]:
             sent(OPENING, R.DROP_POLICY, protocol=TCP, to=PEER),
             got(RECEIVED, R.PASS_FLOW, protocol=TCP, by=PEER),
         ),
+    )
+    for what, flags, reason in (
+        ("an acknowledgement", ACK, R.PASS_FLOW),
+        ("an end", FIN | ACK, R.PASS_FLOW),
+        ("a reset", RST, R.PASS_FLOW),
+        ("a SYN-ACK", SYN | ACK, R.PASS_FLOW),
+        ("an opening", SYN, R.DROP_POLICY),
+    ):
+        yield Case(
+            f"7e the end of the agent's connection: {what}",
+            "the kernel ends it under the agent's mark when the socket is gone; without mark, or of none, it is judged",
+            (uplink,),
+            (
+                sent(tcp(40000, 443, flags), R.DROP_POLICY, marked, TCP, PEER),
+                sent(OPENING, R.PASS_FORWARDED, forwarded, TCP, PEER),
+                sent(tcp(40000, 443, flags), R.DROP_POLICY, protocol=TCP, to=PEER),
+                sent(tcp(40000, 443, flags), reason, marked, TCP, PEER),
+                sent(tcp(40001, 443, flags), R.DROP_POLICY, marked, TCP, PEER),
+                got(RECEIVED, R.PASS_FLOW, protocol=TCP, by=PEER),
+            ),
+        )
+    yield Case(
+        "7e a datagram under the agent's mark",
+        "is the end of nothing",
+        (uplink,),
+        (sent(ask, R.PASS_FORWARDED, forwarded), sent(ask, R.DROP_POLICY, marked), got(reply, R.PASS_FLOW)),
     )
     yield Case(
         "4a masqueraded fragments",

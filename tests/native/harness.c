@@ -18,6 +18,7 @@
 struct frame {
 	const __u8 *bytes;
 	__u32 length;
+	__u8 origin;
 };
 
 static inline int load_bytes(void *ctx, __u32 offset, void *to, __u32 n)
@@ -201,8 +202,14 @@ static int is_own_address(__u32 endpoint, const struct address *address)
 /* Here nothing is routed; the order says what routing would. */
 static int is_routed_on(void *ctx, const struct packet *p)
 {
-	(void)ctx;
-	return p->origin == ORIGIN_FORWARDED;
+	(void)p;
+	return ((const struct frame *)ctx)->origin == ORIGIN_FORWARDED;
+}
+
+static int is_proxied(void *ctx, const struct address *address)
+{
+	(void)address;
+	return ((const struct frame *)ctx)->origin == ORIGIN_FORWARDED;
 }
 
 #include "verdict.h"
@@ -248,6 +255,7 @@ static void judge_frame(void)
 	take(bytes, order.length);
 	frame.bytes = bytes;
 	frame.length = order.length;
+	frame.origin = order.origin;
 	p.length = order.length;
 	p.origin = order.origin;
 	p.vlans = order.vlans;

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +119,40 @@ def test_one_question_goes_upstream_for_one_that_is_asked(lab: Lab, agent: Runni
     assert len([packet for packet in questions if b"\x01a\x04test" in packet.payload]) == 3
     assert len(questions) == 3
     assert agent.status()["counters"]["questions"] == 4
+
+
+def connections(lab: Lab, namespace: str, port: str) -> str:
+    """Those of port 53, and whose they are; `port`: on which side."""
+    return lab.run(namespace, "ss", "-Htanp", "state", "connected", port, "=", ":53").stdout
+
+
+def await_connections(lab: Lab, namespace: str, port: str, wanted: Callable[[str], bool]) -> None:
+    deadline = time.monotonic() + 3
+    while not wanted(found := connections(lab, namespace, port)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("family", [0, 1], ids=["v4", "v6"])
+def test_the_agents_connections_begin_and_end(lab: Lab, tmp_path: Path, family: int) -> None:
+    """It asks over UDP and over TCP, and a connection's end reaches a server that is slow to end it: when it does, the agent's
+    socket is gone, the kernel has the last word, and without it the server would wait for minutes."""
+    upstreams = {"upstreams": [NAME_SERVERS[family]]}
+    with RunningAgent(lab, POLICY, tmp_path / "agent", endpoints=ENDPOINTS, dns=upstreams) as agent:
+        for transport in ("+notcp", "+tcp"):
+            answer = ask(lab, "a.test", ("A", "AAAA")[family], transport, client=host(lab), server=NAME_SERVERS[family])
+            assert (answer.status, answer.addresses) == ("NOERROR", (ALLOWED[family],))
+        server = {int(pid) for pid in re.findall(r"pid=(\d+)", connections(lab, lab.internet, "sport"))}
+        assert server
+        for pid in server:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            agent.end(signal.SIGTERM)
+            await_connections(lab, lab.host, "dport", lambda found: "FIN-WAIT-2" in found)
+        finally:
+            for pid in server:
+                os.kill(pid, signal.SIGCONT)
+        await_connections(lab, lab.internet, "sport", lambda found: not found)
 
 
 def test_what_the_host_forwards_passes_and_its_answers_come_back(lab: Lab, agent: RunningAgent) -> None:
