@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
+from agent.compiled import is_in_use
 from agent.config import Cname, Config, DeniedAnswer, OnFailure, policy_files
 from agent.control import ControlError
 from agent.control.listings import Listings, Row, counts
@@ -634,6 +635,7 @@ class Shell:
             "reasons": reasons,
             "not_enforced": [row["interface"] for row in endpoints if row["state"] in {AUDITED, OPEN}],
             "started_at": self._started_at.isoformat(timespec="seconds"),
+            "compiled": is_in_use(),
             **counts(self._engine),
             "dropped": sum(counter.packets for counter in self._datapath.counters() if counter.reason.is_drop),
             "events_lost": self._datapath.losses()[Loss.EVENT],

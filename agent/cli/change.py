@@ -30,6 +30,9 @@ def agent(context: click.Context, path: Path, debug: bool) -> None:
     session: Session = context.obj
     session.debug = session.debug or debug
     session.require_root("agent", "it loads BPF programs and makes a network device")
+    from agent import compiled
+
+    compiled.use()
     if context.parent is not None and context.parent.get_parameter_source("control") is not ParameterSource.DEFAULT:
         raise Sentence("--control says which agent to ask; where this one listens is `control.socket` in its configuration")
     config = configuration(path)

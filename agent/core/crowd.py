@@ -71,7 +71,7 @@ class Crowd:
         while now > self._full_until and self._order and len(found) < count:
             entry = heapq.heappop(self._order)
             address = entry[2]
-            if self._entries.get(address) is not entry:
+            if self._entries.get(address) != entry:
                 continue
             passed.append(entry)
             if self._live_until.get(address, now - 1) >= now:

@@ -121,6 +121,6 @@ class _Pattern:
     def names(self) -> int:
         """An estimate."""
         untouched = self._registers.count(0)
-        raw = _BIAS * _REGISTERS**2 / sum(2.0**-register for register in self._registers)
+        raw = _BIAS * _REGISTERS**2 / sum(2.0**-register for register in bytes(self._registers))
         is_small = raw <= 2.5 * _REGISTERS and untouched
         return round(_REGISTERS * math.log(_REGISTERS / untouched) if is_small else raw)
