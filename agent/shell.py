@@ -168,7 +168,7 @@ class Shell:
         # A reply costs more than its question: in the order of their coming, those of a flood would be in everybody's way.
         self._desk = Desk(self._loop, self._take, self._asker_of, self._fail, config.limits.open_questions)
         self._upstreams = Upstreams(self._loop, config.datapath.mark, self._desk.take, mixes_case=config.dns.randomize_case)
-        self._replies: list[tuple[Hashable, bytes]] = []
+        self._replies: list[SendReply] = []
         self._questions: list[AskUpstream] = []
         self._attached: set[int] = set()  # endpoints
         self._compact_at = 0  # lines of the journal
@@ -302,16 +302,19 @@ class Shell:
     def _perform(self, at: float) -> None:
         while effects := self._engine.effects():
             for effect in effects:
+                # Nearly all effects are of these two kinds.
+                if type(effect) is SendReply:
+                    self._replies.append(effect)
+                    continue
+                if type(effect) is AskUpstream:
+                    self._questions.append(effect)
+                    continue
                 match effect:
-                    case SendReply():
-                        self._replies.append((effect.asker, effect.message))
                     case Save():
                         self._save(effect.records)
                     case WriteRows():
                         self._flush()
                         self._write(effect.writes)
-                    case AskUpstream():
-                        self._questions.append(effect)
                     case Forget():
                         self._forget(effect.transaction)
                     case ReadLastSeen():

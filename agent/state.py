@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import json.encoder
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -206,11 +207,15 @@ def _records(path: Path, text: str) -> Iterator[Record]:
             raise StateError(sentence) from None
 
 
+_quoted: Final[Callable[[str], str]] = json.encoder.encode_basestring_ascii
+
+
 def _line(record: Record) -> str:
     kind: list[Any]
     match record:
-        case PairRecord():
-            kind = ["pair", record.scope, record.name, record.address.hex(), record.lives_until, record.kept_until]
+        case PairRecord(scope, name, address, lives_until, kept_until):
+            # By hand what json.dumps says: nearly every line is of this kind, and there is one for each answer that is new.
+            return f'["pair", {scope}, {_quoted(name)}, "{address.hex()}", {lives_until!r}, {kept_until!r}]\n'
         case PairGone():
             kind = ["gone", record.scope, record.name, record.address.hex()]
         case IdentityRecord():

@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 class Lifetime:
     """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address. looked_at: when, next.
 
-    answered_at: last, in this process; of a pair that the process before left, 0.
+    answered_at: last, in this process; of a pair that the process before left, 0. is_over: the pair was forgotten.
     """
 
     lives_until: float
@@ -43,6 +43,7 @@ class Lifetime:
     looked_at: float
     saved_until: float  # what the journal says of kept_until; see SAVED_WITHIN_S
     answered_at: float
+    is_over: bool = False
 
 
 class DnsCache:
@@ -140,6 +141,7 @@ class DnsCache:
         lifetime = self.lifetimes.pop(pair, None)
         if lifetime is None:
             return False
+        lifetime.is_over = True
         self._strike(pair, lifetime)
         self.pairs_by_address.discard(pair.address, pair)
         names = self.addresses_by_scope[pair.scope]

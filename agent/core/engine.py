@@ -144,20 +144,24 @@ class Engine:
         Questions and replies that were heard together are answered together: all that they change is one group of writes, and
         one of records. Every other event is over before the next is looked at.
         """
-        first = len(self._effects)
+        first, is_settled = len(self._effects), False
         for event in events:
             if isinstance(event, Query):
                 self.proxy.take(event, now)
+                is_settled = False
             elif isinstance(event, Reply):
                 self.proxy.take_reply(event, now)
+                is_settled = False
             else:
                 self._take(event, now)
                 self._settle(now)
-        self._settle(now)
-        numbers = self._numbers()
-        if numbers[1:] != self._saved_numbers[1:]:  # identities have records of their own
-            self._records.append(numbers)
-            self._saved_numbers = numbers
+                is_settled = True
+        if not is_settled:
+            self._settle(now)
+        saved = self._saved_numbers
+        if (self.sets.next_number, self.groups.next_group, self.cookies.next_number) != (saved.set, saved.group, saved.cookie):
+            self._saved_numbers = self._numbers()  # identities have records of their own
+            self._records.append(self._saved_numbers)
         self._records += self.names.records
         self.names.records.clear()
         if self._records:

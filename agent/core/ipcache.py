@@ -28,6 +28,7 @@ class Ipcache:
         self.metadata = Metadata()
         self._table = table
         self.is_there = table.is_there
+        self.pending = table.pending  # rows that are not as they are wanted
         self._identities = identities
         self._identity_added = identity_added
         self.row_follows: Callable[[IpcacheKey, int], None] | None = None  # see inherited.py

@@ -44,6 +44,18 @@ class Learned(NamedTuple):
     added: list[Pair]
 
 
+@dataclass(slots=True)
+class Lesson:
+    """An answer that changed nothing but lifetimes, as the next one like it does while all else is as it was (`repeat`)."""
+
+    records: tuple[tuple[Address, int], ...]
+    scope: int
+    name: str
+    known: _Known
+    guard: AddressGuard
+    lifetimes: list[Lifetime]
+
+
 class _Matched(NamedTuple):
     """Selectors that match a name, in order, and their labels."""
 
@@ -342,6 +354,7 @@ class NameManager:
         # A `Pair` and an `IpcacheKey` are tuples; making one costs more than looking it up.
         lifetimes = cast("dict[tuple[int, str, Address], Lifetime]", self.cache.lifetimes)
         is_there = cast("Callable[[tuple[int, tuple[Address, int]]], bool]", self._ipcache.is_there)
+        pending = self._ipcache.pending
         try:
             for address, ttl in records:
                 lifetime = lifetimes.get((scope, name, address))
@@ -359,12 +372,36 @@ class NameManager:
                     crowd.answered(address, now, lifetime.lives_until)
                 if lifetime.kept_until >= lifetime.saved_until + SAVED_WITHIN_S:
                     self._save(scope, name, address, lifetime)
-                if selectors and not is_there((scope, (address, len(address) * 8))) and self._may_be_held(selectors, address):
+                if not selectors or not pending:
+                    continue  # what a selector holds has a row, and every row is as it is wanted
+                if not is_there((scope, (address, len(address) * 8))) and self._may_be_held(selectors, address):
                     learned.rows.append(self._ipcache.reference(IpcacheKey(scope, Prefix.of(address))))
         except NoRoom:
             self.take_back(learned.added)
             raise
         return learned
+
+    def lesson(self, name: str, records: tuple[tuple[Address, int], ...], scope: int) -> Lesson | None:
+        """After `learn` had nothing to add and no row to wait for; None for a name whose addresses are counted by use."""
+        if (scope, name) in self._crowds:
+            return None
+        lifetimes = [self.cache.lifetimes[Pair(scope, name, address)] for address, _ in records]
+        return Lesson(records, scope, name, self._known_by_name[name], self.guard, lifetimes)
+
+    def repeat(self, lesson: Lesson, now: float) -> bool:
+        """`learn` the same again. False: something is different by now, and nothing was done."""
+        if lesson.guard is not self.guard or self._known_by_name.get(lesson.name) is not lesson.known or self._ipcache.pending:
+            return False
+        if (lesson.scope, lesson.name) in self._crowds:
+            return False
+        for lifetime in lesson.lifetimes:
+            if lifetime.is_over:
+                return False
+        for lifetime, (address, ttl) in zip(lesson.lifetimes, lesson.records, strict=True):
+            self.cache.extend(lifetime, ttl, now)
+            if lifetime.kept_until >= lifetime.saved_until + SAVED_WITHIN_S:
+                self._save(lesson.scope, lesson.name, address, lifetime)
+        return True
 
     def _know(self, name: str, selectors: tuple[FqdnSelector, ...], account: Account) -> None:
         """The name is new, or it is on another account from now on."""

@@ -38,14 +38,16 @@ class Reconciler:
 
     def batch(self, now: float) -> tuple[Write, ...]:
         """The next writes, in the order in which they have to be made; empty when nothing can be done now."""
+        tables = [table for table in self.tables.values() if table.pending]
+        if not tables:
+            return ()
         writes: list[Write] = []
-        tables = list(self.tables.values())
         if KnownBad.WRITE_ORDER_REVERSED in self._known_bad:
             tables.reverse()
         for puts in (True, False):
             for table in tables:
                 allowed = self._conditions.get(table.name) if puts else None
-                if table.pending and len(writes) < BATCH_ROWS_MAX:
+                if len(writes) < BATCH_ROWS_MAX:
                     writes += table.due(now, BATCH_ROWS_MAX - len(writes), puts=puts, allowed=allowed)
         return tuple(writes)
 

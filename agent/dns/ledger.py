@@ -64,7 +64,7 @@ assert _SLOT_V4.size == _SLOT_V6.size == SLOT_OCTETS
 
 
 class Noted(NamedTuple):
-    """A question as it was read. scope: of a link-local client, as the kernel has it. slot: to strike it out by."""
+    """A question as it was read, and so who asked. scope: of a link-local client, as the kernel has it."""
 
     slot: int
     client: Address
@@ -91,7 +91,7 @@ class Ledger:
         self._iovecs = Memory(SLOTS * 2 * IOVEC_OCTETS)
         self._tails = Memory(BATCH * DATAGRAM_OCTETS_MAX)
         self._blank: dict[int, bytes] = {family: self._headers_for(family) for family in (socket.AF_INET, socket.AF_INET6)}
-        self._owners: list[object | None] = [None] * SLOTS
+        self._noted: list[Noted | None] = [None] * SLOTS  # what each slot was used for last, until it is struck out
         self._numbers = [0] * PAGES
         self._number = self._newest()  # of the page begun last
         self._next: dict[int, int] = {}  # family -> the next slot of its page, if that has one
@@ -118,7 +118,7 @@ class Ledger:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def receive(self, opened: socket.socket, now: float) -> list[Noted]:
-        """Read what is there, as far as the page has room; [] for nothing. Who takes a slot's question is its `own`er.
+        """Read what is there, as far as the page has room; [] for nothing.
 
         now: seconds of CLOCK_MONOTONIC. OSError for an error the kernel kept for us.
         """
@@ -164,20 +164,20 @@ class Ledger:
                 continue  # nobody says where it was sent to
             if layout is _SLOT_V4:
                 client_port, client, port, server, _ = fields
-                yield Noted(slot, client, client_port, _NO_SCOPE, server, port, message)
+                noted = Noted(slot, client, client_port, _NO_SCOPE, server, port, message)
             else:
                 client_port, client, scope, port, server, _ = fields
-                yield Noted(slot, client, client_port, scope, server, port, message)
+                noted = Noted(slot, client, client_port, scope, server, port, message)
+            self._noted[slot] = noted
+            yield noted
 
     # --- answering ---------------------------------------------------------------------------------------------------
 
-    def own(self, slot: int, owner: object) -> None:
-        self._owners[slot] = owner
-
-    def strike(self, slot: int, owner: object) -> None:
-        """The owner's question is answered; nothing happens where the slot is another's by now."""
-        if self._owners[slot] is owner:
-            self._owners[slot] = None
+    def strike(self, noted: Noted) -> None:
+        """It is answered; nothing happens where the slot is another question's by now."""
+        slot = noted.slot
+        if self._noted[slot] is noted:
+            self._noted[slot] = None
             _LENGTH.pack_into(self._memory.octets, _HEADERS_AT + slot * HEADER_OCTETS + LENGTH_AT, 0)
 
     # --- after a death -----------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
-from agent.core.types import Address
 from agent.dns.batches import BATCH, DATAGRAM_OCTETS_MAX, HEADER, HEADER_OCTETS, Memory, send
+from agent.dns.ledger import Noted
 
 # From <linux/in.h>, <linux/in6.h> and <asm-generic/socket.h>; Python 3.11 does not name them.
 IP_PKTINFO = 8
@@ -43,17 +43,6 @@ _TOLD_V4 = Struct("=QQH2x4s8xQiii4s8x")
 _TOLD_V6 = Struct("=QQH2x4x16s4s4xQii16s4x4x")
 _TOLD_OCTETS: Final = 96
 _SENDER_AT: Final = 16
-
-
-class Outgoing(NamedTuple):
-    """A reply from (server, port) to the client's port. scope: of a link-local client, as the kernel has it."""
-
-    server: Address
-    port: int
-    client: Address
-    client_port: int
-    scope: bytes
-    message: bytes
 
 
 class ReplySockets:
@@ -85,22 +74,25 @@ class ReplySockets:
             )
         return headers
 
-    def send(self, replies: Sequence[Outgoing]) -> int:
-        """Let them go; gives back how many the kernel would not send, or nobody could."""
-        unsent = 0
-        for is_v6 in (False, True):
-            of_family = [reply for reply in replies if (len(reply.server) == 16) is is_v6]
-            for start in range(0, len(of_family), BATCH):
-                batch = of_family[start : start + BATCH]
-                sendable = [reply for reply in batch if _UDP_HEADER.size + len(reply.message) <= DATAGRAM_OCTETS_MAX]
-                unsent += len(batch) - len(sendable)
-                unsent += len(self._send_v6(sendable) if is_v6 else self._send_v4(sendable))
+    def send(self, replies: Sequence[tuple[Noted, bytes]]) -> int:
+        """Let answers go to who asked, from where was asked; gives back how many the kernel would not send, or nobody could."""
+        of_v4: list[tuple[Noted, bytes]] = []
+        of_v6: list[tuple[Noted, bytes]] = []
+        for reply in replies:
+            noted, message = reply
+            if len(message) <= DATAGRAM_OCTETS_MAX - _UDP_HEADER.size:
+                (of_v4 if len(noted.server) == 4 else of_v6).append(reply)
+        unsent = len(replies) - len(of_v4) - len(of_v6)
+        for start in range(0, len(of_v4), BATCH):
+            unsent += len(self._send_v4(of_v4[start : start + BATCH]))
+        for start in range(0, len(of_v6), BATCH):
+            unsent += len(self._send_v6(of_v6[start : start + BATCH]))
         return unsent
 
-    def _send_v4(self, batch: list[Outgoing]) -> list[tuple[int, int]]:
+    def _send_v4(self, batch: list[tuple[Noted, bytes]]) -> list[tuple[int, int]]:
         told, datagrams, start = self._told.octets, self._datagrams.octets, self._datagrams.address
         at = told_at = 0
-        for server, port, client, client_port, _, message in batch:
+        for (_, client, client_port, _, server, port, _), message in batch:
             octets = _UDP_HEADER.size + len(message)
             header = _UDP_HEADER.pack(port, client_port, octets, 0)
             pseudo = _PSEUDO_HEADER.pack(server, client, socket.IPPROTO_UDP, octets)
@@ -116,10 +108,10 @@ class ReplySockets:
             at, told_at = end, told_at + _TOLD_OCTETS
         return send(self._v4.fileno(), self._headers_v4.address, len(batch))
 
-    def _send_v6(self, batch: list[Outgoing]) -> list[tuple[int, int]]:
+    def _send_v6(self, batch: list[tuple[Noted, bytes]]) -> list[tuple[int, int]]:
         told, datagrams, start = self._told.octets, self._datagrams.octets, self._datagrams.address
         at = told_at = 0
-        for server, port, client, client_port, scope, message in batch:
+        for (_, client, client_port, scope, server, port, _), message in batch:
             octets = _UDP_HEADER.size + len(message)
             end = at + octets
             # Here the kernel writes the checksum (RFC 3542 3.1).

@@ -28,7 +28,7 @@ from agent.dns.bounds import Counters, Limits
 from agent.dns.connections import Connections, Turn, server_and_port
 from agent.dns.fairness import Desk
 from agent.dns.ledger import Ledger, Noted
-from agent.dns.replies import Outgoing, ReplySockets, transparent
+from agent.dns.replies import ReplySockets, transparent
 
 # From <linux/in.h>, <linux/in6.h> and <asm-generic/socket.h>; Python 3.11 names none of them but SO_MARK.
 IP_RECVORIGDSTADDR = IP_ORIGDSTADDR = 20
@@ -47,15 +47,6 @@ RECEIVE_BUFFER_OCTETS = 4 << 20
 
 _MEMINFO = Struct("=9I")
 _MEMINFO_DROPS = 8  # SK_MEMINFO_DROPS of <linux/sock_diag.h>
-
-
-class DatagramAsker:
-    """Who asked, over UDP. Each question is an asker of its own, also two from one socket: equality is identity."""
-
-    __slots__ = ("client", "client_port", "port", "scope", "server", "slot")
-
-    def __init__(self, noted: Noted) -> None:
-        self.slot, self.client, self.client_port, self.scope, self.server, self.port, _ = noted
 
 
 class Listeners:
@@ -121,13 +112,13 @@ class Listeners:
         desk = self._desk = Desk(loop, on_queries, lambda query: client_of(query.client), self._drop)
         for listener in self._datagrams:
             loop.add_reader(listener.socket.fileno(), _hand_over, listener, loop, desk)
-        desk.take([_query(noted, self._ledger) for noted in self._ledger.left(loop.time())])
+        desk.take([_query(noted) for noted in self._ledger.left(loop.time())])
 
     def _drop(self, query: Query) -> None:
         """Its client asks more than its share; it will ask again."""
-        assert isinstance(query.asker, DatagramAsker)
+        assert isinstance(query.asker, Noted)
         self._counters.datagrams_over_share += 1
-        self._ledger.strike(query.asker.slot, query.asker)
+        self._ledger.strike(query.asker)
 
     def forget(self, client: Hashable) -> None:
         """Nobody asks as this client any more."""
@@ -136,20 +127,18 @@ class Listeners:
 
     def send(self, replies: Sequence[tuple[Hashable, bytes]]) -> None:
         """Let replies go, each to its asker, once; who is gone by then is counted."""
-        datagrams: list[Outgoing] = []
-        askers: list[DatagramAsker] = []
+        datagrams: list[tuple[Noted, bytes]] = []
         for asker, message in replies:
-            if isinstance(asker, DatagramAsker):
-                datagrams.append(Outgoing(asker.server, asker.port, asker.client, asker.client_port, asker.scope, message))
-                askers.append(asker)
+            if isinstance(asker, Noted):
+                datagrams.append((asker, message))
             else:
                 assert isinstance(asker, Turn), f"{asker!r} is no asker of these sockets"
                 asker.connection.answer(asker, message)
         if datagrams:
             # A full send buffer among other things: the client asks again, as for any datagram that is lost.
             self._counters.replies_unsent += self._replies.send(datagrams)
-            for asker in askers:
-                self._ledger.strike(asker.slot, asker)
+            for noted, _ in datagrams:
+                self._ledger.strike(noted)
 
     def stop(self) -> None:
         """Take nothing new: it stays in the queues. Who is connected is still heard, and all are answered."""
@@ -202,10 +191,9 @@ def _adopted(descriptor: int) -> socket.socket:
     return opened
 
 
-def _query(noted: Noted, ledger: Ledger) -> Query:
-    asker = DatagramAsker(noted)
-    ledger.own(noted.slot, asker)
-    return Query(asker, noted.client, noted.server, noted.port, PROTOCOL_UDP, noted.message)
+def _query(noted: Noted) -> Query:
+    """Each question is an asker of its own, also two from one socket."""
+    return Query(noted, noted.client, noted.server, noted.port, PROTOCOL_UDP, noted.message)
 
 
 def _lost(opened: socket.socket) -> int:
@@ -274,7 +262,7 @@ class _DatagramListener:
                 if (noted.server, noted.port) == own:
                     self._counters.datagrams_direct += 1
                 else:
-                    queries.append(_query(noted, ledger))
+                    queries.append(_query(noted))
             if len(received) < BATCH // 2:
                 break
         return queries

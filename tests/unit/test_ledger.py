@@ -72,11 +72,9 @@ def left(ledger: Ledger) -> Iterator[Ledger]:
 
 
 def read(ledger: Ledger, questions: Questions, now: float = 10.0) -> list[Noted]:
-    """All that is there, each owned by itself."""
+    """All that is there."""
     found: list[Noted] = []
     while batch := ledger.receive(questions.asked, now):
-        for noted in batch:
-            ledger.own(noted.slot, noted)
         found += batch
     return found
 
@@ -106,10 +104,11 @@ def test_what_is_not_struck_out_is_left(ledger: Ledger, left: Ledger, v4: Questi
     one, two = read(ledger, v4)
     v6.ask(b"three")
     (three,) = read(ledger, v6, 10.5)
-    ledger.strike(two.slot, two)
+    ledger.strike(two)
     assert left.left(11.0) == [one, three]
-    left.own(one.slot, one)
-    left.strike(one.slot, one)
+    for noted in left.left(11.0):
+        if noted == one:
+            left.strike(noted)
     assert ledger.left(11.0) == [three]
 
 
@@ -130,7 +129,7 @@ def test_slots_are_used_in_turn(ledger: Ledger, left: Ledger, v4: Questions) -> 
     for number in range(SLOTS):
         v4.ask(b"%d" % number)
         read(ledger, v4)
-    ledger.strike(first.slot, first)
+    ledger.strike(first)
     found = messages(left.left(10.0))
     assert found == [b"%d" % number for number in range(SLOTS)][-len(found) :]
     assert SLOTS - BATCH <= len(found) < SLOTS
@@ -170,9 +169,8 @@ def test_a_reader_killed_at_any_moment(ledger: Ledger, left: Ledger, v4: Questio
             while True:
                 select.select([v4.asked], [], [])
                 for noted in ledger.receive(v4.asked, 10.0):
-                    ledger.own(noted.slot, noted)
                     if noted.message[-1] % 2:
-                        ledger.strike(noted.slot, noted)
+                        ledger.strike(noted)
                         os.write(told, b"x")
         for _ in range(asked.randrange(40)):
             v4.client.send(struct.pack("!I", number))
@@ -181,8 +179,7 @@ def test_a_reader_killed_at_any_moment(ledger: Ledger, left: Ledger, v4: Questio
         os.waitpid(child, 0)
         found = left.left(10.0) + read(left, v4)
         for noted in found:
-            left.own(noted.slot, noted)
-            left.strike(noted.slot, noted)
+            left.strike(noted)
         answered += len(found)
         ledger.left(10.0)
     os.set_blocking(pipe, False)
