@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from statistics import median
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.root
 
 ROUNDS: Final = int(os.environ.get("FLOOD_ROUNDS", "2"))
 WINDOW_S: Final = float(os.environ.get("FLOOD_WINDOW_S", "0.8"))
-# A percentile of few windows says little on a busy machine: where it is too great, there are more.
-ROUNDS_MAX: Final = 3 * ROUNDS
+# Of one window a percentile says little on a busy machine: where the median of a few is too great, there are more.
+ROUNDS_MAX: Final = 5 * ROUNDS
 
 PER_SECOND: Final = 20_000
 LOOKUPS_PER_SECOND: Final = 400
@@ -95,25 +96,28 @@ def window(lab: Lab, flood: Flood) -> tuple[float, ...]:
     with Questions(lab, flood) as questions, Lookups(lab, NAMES, LOOKUPS_PER_SECOND) as lookups:
         time.sleep(WINDOW_S)
     looked = lookups.looked
-    print(f"{flood}: {questions.sent} sent; {looked}")
+    print(
+        f"{flood.kind} {flood.below}: {questions.sent} sent; p99 {sorted(looked.took)[len(looked.took) * 99 // 100] * 1e3:.1f} ms; {looked}"
+    )
     assert questions.sent > WINDOW_S * PER_SECOND / 2, "the machine is too busy to flood anything"
     assert (len(looked.took), dict(looked.codes), looked.twice) == (looked.sent, {"0": looked.sent}, 0)
     return looked.took
 
 
-def p99(took: list[float]) -> float:
-    return sorted(took)[len(took) * 99 // 100]
+def p99(windows: list[tuple[float, ...]]) -> float:
+    """The median of the windows': the machine's own pauses fall into one or the other."""
+    return median(sorted(took)[len(took) * 99 // 100] for took in windows)
 
 
 @pytest.mark.parametrize("kind", FLOODS)
 def test_one_endpoint_floods_and_another_does_not_notice(lab: Lab, agent: RunningAgent, kind: str) -> None:
     """Nothing is lost, p99 is at most three times that of the quiet windows, memory is bounded, and so is the log."""
-    quiet: list[float] = []
-    flooded: list[float] = []
+    quiet: list[tuple[float, ...]] = []
+    flooded: list[tuple[float, ...]] = []
     before, octets, lines = agent.status(), agent.resident_octets(), len(agent.log.read_text().splitlines())
     for number in range(ROUNDS_MAX):
-        quiet += window(lab, QUIET)
-        flooded += window(lab, FLOODS[kind])
+        quiet.append(window(lab, QUIET))
+        flooded.append(window(lab, FLOODS[kind]))
         if number + 1 >= ROUNDS and p99(flooded) <= SLOWER_MAX * p99(quiet):
             break
     after = agent.status()
@@ -121,7 +125,6 @@ def test_one_endpoint_floods_and_another_does_not_notice(lab: Lab, agent: Runnin
     print(f"p99 {p99(flooded) * 1e3:.1f} ms, quiet {p99(quiet) * 1e3:.1f} ms; {grown >> 10} KiB more, {names} names more")
     assert p99(flooded) <= SLOWER_MAX * p99(quiet)
     assert grown <= GROWTH_OCTETS_MAX + GROWTH_OCTETS_OF_A_NAME_MAX * names
-    asked = after["questions"] - before["questions"] - len(quiet) - len(flooded)
+    asked = after["questions"] - before["questions"] - sum(map(len, quiet)) - sum(map(len, flooded))
     assert asked > 500 * ROUNDS, "the flood did not get as far as the agent"
-    windows = len(quiet) / LOOKUPS_PER_SECOND / WINDOW_S
-    assert len(agent.log.read_text().splitlines()) - lines <= (2 + WINDOW_S) * windows
+    assert len(agent.log.read_text().splitlines()) - lines <= (2 + WINDOW_S) * len(flooded)
