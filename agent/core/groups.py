@@ -26,6 +26,7 @@ from agent.core.identity import NoRoom
 from agent.core.inherited import InheritedSets
 from agent.core.ipcache import RESOURCE_POLICY, Ipcache
 from agent.core.known_bad import KnownBad
+from agent.core.multimap import MultiMap
 from agent.core.name_manager import NameManager
 from agent.core.policy import CompiledPolicy, Cookies, compile_policies, endpoint_label_set
 from agent.core.reconciler import Reconciler
@@ -111,6 +112,7 @@ class Groups:
     ) -> None:
         self.endpoints: dict[int, Endpoint] = {}
         self.endpoint_by_address: dict[Address, int] = {}
+        self._also_from: MultiMap[Address, int] = MultiMap()  # the host's addresses to the uplinks that send from them too
         self.policies: tuple[Policy, ...] = ()
         self.groups: dict[int, Group] = {}
         self._reconciler = reconciler
@@ -165,6 +167,8 @@ class Groups:
             key = IpcacheKey(SCOPE_STATIC, Prefix.of(address))
             self.endpoint_by_address[address] = added.endpoint
             self._ipcache.upsert(key, f"endpoint:{added.endpoint}", labels, beyond_bound=True)
+        for address in added.also_from:
+            self._also_from.add(address, added.endpoint)
         for address in (*added.addresses, *added.also_from):
             self._reconciler.own_addresses.want(OwnAddressKey(added.endpoint, address), True)
         return None
@@ -192,6 +196,9 @@ class Groups:
             if address not in kept and self.endpoint_by_address.get(address) == endpoint:
                 del self.endpoint_by_address[address]
                 self._ipcache.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{endpoint}")
+        for address in before.also_from:
+            if address not in also_from:
+                self._also_from.discard(address, endpoint)
         for address in (*before.addresses, *before.also_from):
             if address not in may_send_from:
                 self._reconciler.own_addresses.drop(OwnAddressKey(endpoint, address))
@@ -201,7 +208,7 @@ class Groups:
         endpoint = self.endpoint_by_address.get(address)
         if endpoint is not None:
             return endpoint
-        return next((number for number, each in self.endpoints.items() if address in each.added.also_from), None)
+        return next(iter(self._also_from.of(address)), None)
 
     def scopes_of(self, endpoint: int) -> tuple[int, ...]:
         """Where the endpoint's answers are learned: its scope, and the one it is about to have."""

@@ -496,8 +496,8 @@ def find_opt(message: bytes) -> bytes | None:
 def _find_opt(message: bytes, at: int, others: int, additionals: int, names_by_place: dict[int, bytes]) -> int | None:
     """Step over `others` records and then the additional section; where OPT starts, None without one.
 
-    WireError if a record does not lie inside the message, if there are two OPT or one not owned by the root (RFC 6891 6.1.1),
-    or if TSIG is not the last record (RFC 8945 5.1).
+    WireError if a record does not lie inside the message, if there are two OPT or one whose owner is not one zero octet (RFC
+    6891 6.1.1 and 6.1.2: nor a pointer to one), or if TSIG is not the last record (RFC 8945 5.1).
     """
     if others == 0 and additionals == 1 and message[at] == 0:
         # Nearly every query with EDNS, and every short reply.
@@ -509,11 +509,11 @@ def _find_opt(message: bytes, at: int, others: int, additionals: int, names_by_p
     last = others + additionals - 1
     for index in range(others + additionals):
         start = at
-        owner, at = read_name(message, at, names_by_place)
+        _, at = read_name(message, at, names_by_place)
         rtype, _, _, length = _RECORD.unpack_from(message, at)
         at += 10 + length
         if rtype == TYPE_OPT:
-            if index < others or opt is not None or owner != b"\x00":
+            if index < others or opt is not None or message[start]:
                 raise WireError(Fault.FORMERR, "an OPT record in the wrong place, twice, or with an owner")
             opt = start
         elif rtype == TYPE_TSIG and index != last:

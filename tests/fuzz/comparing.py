@@ -18,6 +18,8 @@ What dnspython alone takes:
     loop            The chain of aliases comes back to itself: SERVFAIL (DECISIONS 11).
     two aliases     Two CNAMEs or DNAMEs of one owner with different targets (RFC 2181 10.1): which one a client takes nobody
                     knows.
+    OPT owner       A pointer to a root name, where RFC 6891 6.1.2 has one zero octet: whoever reads an OPT by its fixed places,
+                    and passes it on, would read the octet beside it.
     no question     A query that is a response, has not one question, another opcode than QUERY, or a question name with a
                     pointer, which has nothing to point at but the header.
 """
@@ -66,7 +68,7 @@ def compare_reply(reply: bytes, question: Question, answer: Answer) -> str | Non
         return None
     theirs, error = _read(reply)
     if answer.status.name != "OK":
-        return "neither" if theirs is None else _why_only_theirs(theirs, answer)
+        return "neither" if theirs is None else _why_only_theirs(reply, theirs, answer)
     if theirs is None:
         return _why_only_ours(reply, error)
     (asked,) = theirs.question
@@ -144,10 +146,16 @@ def _why_only_theirs_query(query: bytes) -> str:
         return "dnspython alone: no question"
     if query[reference.name_at(query, 12)[1] - 2] >= 0xC0:
         return "dnspython alone: no question"
+    if _has_pointing_opt(query):
+        return "dnspython alone: OPT owner"
     raise Disagreement("dnspython alone takes the query")
 
 
-def _why_only_theirs(message: dns.message.Message, answer: Answer) -> str:
+def _has_pointing_opt(octets: bytes) -> bool:
+    return any(record.rtype == reference.OPT and octets[record.start] for record in reference.records_of(octets))
+
+
+def _why_only_theirs(reply: bytes, message: dns.message.Message, answer: Answer) -> str:
     if answer.status.name == "LOOP":
         return "dnspython alone: loop"
     targets: dict[tuple[dns.name.Name, int], dns.name.Name] = {}
@@ -155,6 +163,8 @@ def _why_only_theirs(message: dns.message.Message, answer: Answer) -> str:
         is_alias = rrset.rdclass == dns.rdataclass.IN and rrset.rdtype in (dns.rdatatype.CNAME, dns.rdatatype.DNAME)
         if is_alias and targets.setdefault((rrset.name, rrset.rdtype), rrset[0].target) != rrset[0].target:
             return "dnspython alone: two aliases"
+    if _has_pointing_opt(reply):
+        return "dnspython alone: OPT owner"
     raise Disagreement("dnspython alone takes the reply")
 
 

@@ -303,6 +303,16 @@ def test_a_maze_of_pointers_costs_no_more_than_its_length(monkeypatch: pytest.Mo
     assert len(reads) <= 2 * len(records) + 120
 
 
+def test_the_owner_of_opt_is_one_zero_octet() -> None:
+    """A pointer to a root name stands for the same, and moves what is behind it by an octet: RFC 6891 6.1.2 has no pointer."""
+    question, address = question_of(""), Record(1, packed("192.0.2.1"))
+    other = Record(99, b"\0").to_wire()
+    for owner, status in ((b"\0", Status.OK), (b"\xc0\x0c", Status.MALFORMED)):
+        opt = Record(41, b"", owner=owner).to_wire()
+        for additional in ((opt,), (other, opt)):
+            assert read_reply(reply_to(question, address, additional=additional), question).status is status
+
+
 def test_a_name_that_points_at_the_id_is_read_with_it() -> None:
     """What is remembered of a message is not said of the same octets behind another id, where they are another name or none."""
     section = b"\x03www\x07example\x00\x00\x01\x00\x01"
