@@ -73,11 +73,12 @@ def test_who_has_imported_a_module_keeps_the_source() -> None:
 
 @pytest.mark.usefixtures("current")
 @pytest.mark.parametrize(
-    "tests", ["tests/sim/test_gate.py", "tests/sim/test_simulation.py", "tests/fuzz", "tests/unit/test_upstreams.py"]
+    "tests",
+    ["tests/sim/test_gate.py", "tests/sim/test_simulation.py", "tests/unit/test_wire.py", "tests/unit/test_upstreams.py"],
 )
 @pytest.mark.timeout(120)
 def test_the_promises_hold_for_the_compiled_modules(tests: str) -> None:
-    """The simulation, the walker's fuzzing and the upstreams' tests, with what runs in production."""
+    """The simulation, the walker's and the upstreams' tests, with what runs in production."""
     code = """
         import sys
         from agent import compiled

@@ -191,14 +191,15 @@ def without_addresses(reply: bytes, question: Question, kinds: Mapping[Address, 
     records = list(_walk(source))
     if any(_signs_the_message(source, record) for record in records):
         return None
-    gone = {
+    guarded = {
         record
         for record in records
         if any(address in kinds for address in _addresses(record.rtype, source[record.data : record.end]))
     }
+    gone = set(guarded)
     try:
         rewriting = _Rewriting(source, question)
-        sets = {(rewriting.name(record.start)[0].lower(), record.rtype) for record in gone}
+        sets = {(rewriting.name(record.start)[0].lower(), record.rtype) for record in guarded}
         for record in records:
             if record.rtype in _SIGNATURES and record.end - record.data >= 18:
                 covered = int.from_bytes(source[record.data : record.data + 2], "big")
@@ -206,7 +207,7 @@ def without_addresses(reply: bytes, question: Question, kinds: Mapping[Address, 
                     gone.add(record)
         # Beside an answer that became empty NS would read as a referral, and SOA as leave to cache that (RFC 2308 2.2, 5).
         kept = [record for record in records if record not in gone]
-        if any(record.section == ANSWER for record in gone) and not any(_answers(record) for record in kept):
+        if any(record.section == ANSWER for record in guarded) and not any(_answers(record) for record in kept):
             kept = [record for record in kept if record.section != AUTHORITY]
         text = "guarded address taken out: " + ", ".join(sorted(set(kinds.values())))
         return rewriting.write(kept, messages.error_option(ExtendedError.BLOCKED, text))

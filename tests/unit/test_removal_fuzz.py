@@ -8,7 +8,7 @@ import dns.flags
 import dns.message
 import dns.rdatatype
 import dns.rrset
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agent.core.guard import AddressGuard
@@ -91,6 +91,16 @@ def naive_kept(records: list[Record]) -> list[Record]:
 
 @settings(max_examples=300, deadline=None)
 @given(records_of, st.sampled_from(["www.example.", "wWw.eXample."]), st.sampled_from([None, 0]), st.booleans())
+@example(  # a signature alone was taken out of the answer section, which had no address: it did not become empty by that
+    [
+        (1, "www.example.", 0, "A", "192.0.2.1"),
+        (1, "a.www.example.", 0, "A", "10.0.0.1"),
+        (0, "a.www.example.", 0, "RRSIG", f"A {SIGNED}"),
+    ],
+    "www.example.",
+    None,
+    False,
+)
 def test_what_is_left_is_what_should_be_left(records: list[Record], name: str, edns: int | None, upstream_edns: bool) -> None:
     """The twin takes the records out of a list; the message has just these, in order, and its header, question and OPT."""
     query = dns.message.make_query(name, "A", id=0x1234, use_edns=False if edns is None else edns)
