@@ -296,7 +296,8 @@ class Shell:
         self._perform(at)
         self._flush()
         self._arm(at)
-        if self._drained is not None and not self._engine.proxy.transactions and not self._drained.done():
+        is_busy = self._engine.proxy.transactions or self._listeners.waiting
+        if self._drained is not None and not is_busy and not self._drained.done():
             self._drained.set_result(None)
 
     def _perform(self, at: float) -> None:

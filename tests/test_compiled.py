@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -64,6 +65,15 @@ def test_what_was_compiled_from_other_files_is_not_used(tmp_path: Path) -> None:
     used, in_use, *files = json.loads(python(WHAT_IS_USED, path=tmp_path))
     assert (used, in_use) == (False, False)
     assert files == [str(tmp_path / "agent" / "core" / "engine.py"), str(tmp_path / "agent" / "dns" / "wire.py")]
+
+
+def test_no_generator_expression_is_put_by() -> None:
+    """mypyc works one out at once, where it stands: what is to go on later, a slice at a time, is a function with `yield`."""
+    for path in compiled.sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("append"):
+                kept = [argument for argument in node.args if isinstance(argument, ast.GeneratorExp)]
+                assert not kept, f"{path.name}:{node.lineno}"
 
 
 def test_who_has_imported_a_module_keeps_the_source() -> None:

@@ -522,7 +522,11 @@ class Groups:
                 gone.append(prefix)
             yield 2
         if gone:
-            self._leaving.append(2 for _ in self._ipcache.resolve_inside(gone, beyond_bound=True))
+            self._leaving.append(self._resolve_inside(gone))
+
+    def _resolve_inside(self, networks: Iterable[Prefix]) -> Iterator[int]:
+        for _ in self._ipcache.resolve_inside(networks, beyond_bound=True):
+            yield 2
 
     def _let_inherited_go(self) -> Iterator[int]:
         """The first policies of this process are in force: what only the process before wanted goes."""

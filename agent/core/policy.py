@@ -37,8 +37,8 @@ COST_OF_PATTERN = 3
 LABEL_ENDPOINT = "reserved:endpoint"
 PROTOCOLS_OF_DNS = (PROTOCOL_UDP, PROTOCOL_TCP)
 COOKIE_NONE = 0
-# The same questions come again and again; a policy judges each once. About 1 MB where every one is new.
-VERDICTS_MAX = 8_192
+# The same questions come again and again; a policy judges each once. About 250 KB where every one is new.
+VERDICTS_MAX = 2_048
 
 
 class Block(NamedTuple):

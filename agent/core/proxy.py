@@ -50,7 +50,17 @@ from agent.core.types import PROTOCOL_UDP, SCOPE_SHARED, Address, text_of
 from agent.dns import messages
 from agent.dns.messages import ExtendedError
 from agent.dns.removal import guarded_addresses, without_addresses
-from agent.dns.wire import TYPE_AXFR, TYPE_IXFR, Question, Rcode, Status, WireError, read_question, read_reply
+from agent.dns.wire import (
+    REMEMBERED_OCTETS_MAX,
+    TYPE_AXFR,
+    TYPE_IXFR,
+    Question,
+    Rcode,
+    Status,
+    WireError,
+    read_question,
+    read_reply,
+)
 
 # A stub resolver gives up after 5 s. An answer before 4 s, whatever happened, keeps it from asking the next server in vain;
 # what is left to the 4 s is for a busy loop and the way to the client.
@@ -311,6 +321,8 @@ class Proxy:
         self._effects.append(Forget(transaction.number))
         if transaction.last_reply is not None:
             transaction.received, transaction.replied_at = transaction.last_reply, now
+            # Not what a server has said that was asked before, and is not to be asked any more.
+            transaction.taught, transaction.is_all = (), False
             self._hold(transaction, now)
         else:
             self._fail(transaction, ExtendedError.NETWORK_ERROR, why or "no upstream answered", now)
@@ -399,6 +411,8 @@ class Proxy:
         """The reply goes as it came, and nothing was new by it."""
         if transaction.addresses is not transaction.taught or len(learned) > 1 or learned[0][1].added:
             return
+        if len(transaction.received) > REMEMBERED_OCTETS_MAX:
+            return  # it would not be known again
         if self.settings.follow_cnames or self._known_bad:
             return
         lesson = self._names.lesson(transaction.name, transaction.taught, learned[0][0])
@@ -572,6 +586,7 @@ class Proxy:
 
     def judge_again(self, endpoints: frozenset[int], now: float) -> None:
         """The policies of these endpoints changed: a held reply is judged again before it goes (DECISIONS 9)."""
+        self._told.clear()  # it would keep what they were compiled to
         for transaction in [
             t for t in self.transactions.values() if t.endpoint in endpoints and (t.barrier is not None or t.looks)
         ]:
@@ -634,6 +649,7 @@ class Proxy:
             self._close(transaction)
             self._end(transaction, endpoint, transaction.query, "gone", now, "its endpoint is gone")
         self.distinct.forget(endpoint)
+        self._told.clear()
         for kind in ("question", "guard"):
             self._sparing.forget((kind, endpoint))
 

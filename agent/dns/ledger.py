@@ -125,7 +125,7 @@ class Ledger:
         family = opened.family
         first = self._next.get(family)
         if first is None:
-            first = self._begin_page(family)
+            first = self._next[family] = self._begin_page(family)
         page = first // BATCH
         _PAGE.pack_into(self._memory.octets, page * _PAGE.size, self._numbers[page], now, family)
         room = BATCH - first % BATCH

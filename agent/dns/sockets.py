@@ -120,6 +120,11 @@ class Listeners:
         self._counters.datagrams_over_share += 1
         self._ledger.strike(query.asker)
 
+    @property
+    def waiting(self) -> int:
+        """Questions that were read and not handed over yet."""
+        return len(self._desk.queue) if self._desk is not None else 0
+
     def forget(self, client: Hashable) -> None:
         """Nobody asks as this client any more."""
         if self._desk is not None:
@@ -261,6 +266,7 @@ class _DatagramListener:
             for noted in received:
                 if (noted.server, noted.port) == own:
                     self._counters.datagrams_direct += 1
+                    ledger.strike(noted)  # or who takes over would not know it from a question
                 else:
                     queries.append(_query(noted))
             if len(received) < BATCH // 2:

@@ -105,9 +105,9 @@ class Upstreams:
         self.ask_all((effect,))
 
     def ask_all(self, effects: Sequence[AskUpstream]) -> None:
-        """Send the questions; a try of the same transaction that is still open is forgotten. Failure is told as an event."""
+        """Send the questions; of one transaction only the last try is open, here and before. Failure is told as an event."""
         datagrams: dict[tuple[Address, int], list[AskUpstream]] = {}
-        for effect in effects:
+        for effect in {effect.transaction: effect for effect in effects}.values():
             self.forget(effect.transaction)
             if effect.protocol == PROTOCOL_TCP:
                 self._ask_stream(effect)

@@ -676,6 +676,41 @@ def test_a_server_the_policy_names_no_longer_teaches_nobody() -> None:
     assert world.passes("198.51.100.7", endpoint=2)
 
 
+def test_what_such_a_server_said_is_not_learned_with_a_failure_either() -> None:
+    """The agent's upstreams fail: the client gets SERVFAIL, and the addresses said before open nothing (I8)."""
+    both = {1: "192.0.2.11", 2: "192.0.2.12"}
+    shared = allow("a.example.", app="e1", name="one")
+    world = started(shared, own_server("a.example."), settings=Settings(upstreams=(UPSTREAM, SECOND)), endpoints=both)
+    world.auto = True
+    asker = world.ask("a.example.", endpoint=2, server="203.0.113.9")
+    world.apply(shared, allow("a.example.", app="e2", name="two"))
+    world.reply(asker, "198.51.100.66")
+    world.reply(asker, rcode="SERVFAIL")
+    world.advance(4.0)
+    assert world.answer_of(asker).rcode == "SERVFAIL"
+    assert not any(world.passes("198.51.100.66", endpoint=endpoint) for endpoint in both)
+    assert not len(world.engine.dns_cache)
+
+
+def test_policies_of_before_are_kept_by_nobody() -> None:
+    """However often they change, and whoever is gone: what was told by them is forgotten with them."""
+    world = World(Settings(upstreams=(UPSTREAM,)))
+    world.start(allow("*.example."), endpoints={1: "192.0.2.11", 2: "192.0.2.12"})
+    for number in range(20):
+        for endpoint in (1, 2):
+            for _ in range(2):
+                world.resolve(f"n{number}.example.", "198.51.100.7", endpoint=endpoint)
+        world.apply(allow("*.example.", port=1_000 + number), allow("*.test.", app="e2", port=number, name="q"))
+        world.advance(2.0)
+    held = [told.compiled for told in world.engine.proxy._told.values()]
+    in_force = [group.compiled for group in world.engine.groups.groups.values()]
+    assert all(any(one is compiled for compiled in in_force) for one in held)
+    for _ in range(2):
+        world.resolve("n.example.", "198.51.100.7", endpoint=2)
+    world.remove_endpoint(2)
+    assert not any(endpoint == 2 for endpoint, _ in world.engine.proxy._told)
+
+
 def test_a_reply_for_a_name_that_is_denied_meanwhile_is_the_denied_answer() -> None:
     """The question was allowed, the policy changed, then the upstream answered."""
     world = started(allow("a.example.", "b.example."))

@@ -194,6 +194,25 @@ def test_a_reader_killed_at_any_moment(ledger: Ledger, left: Ledger, v4: Questio
     os.close(told)
 
 
+def test_an_error_costs_no_page(ledger: Ledger, left: Ledger, v4: Questions) -> None:
+    """However often the kernel tells one: what waits is not written over."""
+    v4.ask(*([b"question"] * BATCH))
+    while len(left.left(10.0)) < BATCH:  # the next one begins a page
+        ledger.receive(v4.asked, 10.0)
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as refused,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody,
+    ):
+        nobody.bind(("127.0.0.1", 0))
+        refused.connect(nobody.getsockname())
+        nobody.close()
+        for _ in range(2 * PAGES):
+            refused.send(b"x")
+            with pytest.raises(ConnectionRefusedError):
+                ledger.receive(refused, 10.0)
+    assert messages(left.left(10.0)) == [b"question"] * BATCH
+
+
 def test_memory_of_another_size_is_refused() -> None:
     """And the descriptor is not kept open."""
     descriptor = os.memfd_create("small")

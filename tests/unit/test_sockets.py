@@ -343,6 +343,8 @@ def test_who_comes_directly_is_ignored(net: Net, loopback: str) -> None:
         await proxy.ask(FOREIGN6 if ":" in loopback else FOREIGN, 53, b"question")
         assert proxy.listeners.counters.datagrams_direct == 1
         assert proxy.queries.empty()
+        left = proxy.listeners._ledger.left(asyncio.get_running_loop().time())
+        assert [noted.message for noted in left] == [b"question"], "who takes over would answer it"
 
     run(net, story)
 

@@ -199,6 +199,25 @@ def test_what_comes_after_forget_is_late() -> None:
     run(story)
 
 
+def test_asking_again_at_once_replaces_the_try_before() -> None:
+    """Of two tries that leave together only the second is sent and may answer, and nothing of the first is left."""
+
+    async def story() -> None:
+        with asking() as (upstreams, told), udp_server() as first, udp_server() as second:
+            one, two = (effect(1, server.getsockname()[1]) for server in (first, second))
+            upstreams.ask_all([one, two, effect(2, second.getsockname()[1])])
+            assert len(upstreams) == 2
+            for _ in range(2):
+                query, sender = await receive(second)
+                second.sendto(reply_to(query), sender)
+            assert sorted(event.transaction for event in await told.events(2)) == [1, 2]
+            with pytest.raises(BlockingIOError):
+                first.recv(65535)
+            assert not any(carrier.asked_by_number for carrier in upstreams._carriers)
+
+    run(story)
+
+
 def test_asking_again_replaces_the_try_before() -> None:
     """Of two tries only the second may answer, and a failure of the first that was not told yet is not told any more."""
 
