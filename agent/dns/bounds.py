@@ -31,7 +31,7 @@ class Counters:
     """What was given up, by reason; only ever grows."""
 
     datagrams_lost: int = 0  # by the kernel, for lack of room in our receive buffer
-    datagrams_over_share: int = 0  # too many of one client waited while others had less
+    over_share: int = 0  # too many of one client waited while others had less
     datagrams_direct: int = 0  # sent to the listener itself, not by the gate
     replies_unsent: int = 0  # the kernel refused to send
     replies_late: int = 0  # the connection was closed before

@@ -108,17 +108,20 @@ class Listeners:
         client_of: to whom the bounds of connections apply, and who shares the time with whom.
         """
         self._loop = loop
-        self._connections = Connections(loop, self._streams, self.limits, self._counters, on_queries, on_gone, client_of)
         desk = self._desk = Desk(loop, on_queries, lambda query: client_of(query.client), self._drop)
+        self._connections = Connections(loop, self._streams, self.limits, self._counters, desk.take, on_gone, client_of)
         for listener in self._datagrams:
             loop.add_reader(listener.socket.fileno(), _hand_over, listener, loop, desk)
         desk.take([_query(noted) for noted in self._ledger.left(loop.time())])
 
     def _drop(self, query: Query) -> None:
         """Its client asks more than its share; it will ask again."""
-        assert isinstance(query.asker, Noted)
-        self._counters.datagrams_over_share += 1
-        self._ledger.strike(query.asker)
+        self._counters.over_share += 1
+        if isinstance(query.asker, Noted):
+            self._ledger.strike(query.asker)
+        else:
+            assert isinstance(query.asker, Turn)
+            query.asker.connection.close()
 
     @property
     def waiting(self) -> int:
