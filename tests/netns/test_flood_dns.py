@@ -1,8 +1,8 @@
 """20,000 questions a second from one endpoint: nobody else notices, and the agent does not grow.
 
 Each kind of flood is compared with as many datagrams to a port where nobody listens, in windows that take turns: the machine
-has as much to do in both, and no absolute time is judged. FLOOD_ROUNDS and FLOOD_WINDOW_S make more of it. FLOOD_PERCENTILE=99 is
-for a machine with cores to spare: on two, with the flood on one of them, three of 320 answers wait for the scheduler now and then.
+has as much to do in both, and no absolute time is judged. FLOOD_ROUNDS and FLOOD_WINDOW_S make more of it. FLOOD_PERCENTILE=99
+is for a machine with cores to spare: on two, with the flood on one of them, a few answers wait for the scheduler now and then.
 """
 
 from __future__ import annotations
