@@ -65,7 +65,7 @@ class DnsCache:
         if lifetime is not None:
             self.extend(lifetime, ttl, now)
             return False
-        ends = now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
+        ends = self._end(ttl, now)
         self._put(pair, Lifetime(ends, ends, ends, 0.0, now))
         self._ends.add((ends, pair))
         return True
@@ -73,10 +73,13 @@ class DnsCache:
     def extend(self, lifetime: Lifetime, ttl: int, now: float) -> None:
         """`update` of a pair that is known."""
         lifetime.answered_at = now
-        ends = now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
+        ends = self._end(ttl, now)
         if ends > lifetime.lives_until:
             lifetime.lives_until = ends
             lifetime.kept_until = max(ends, lifetime.kept_until)
+
+    def _end(self, ttl: int, now: float) -> float:
+        return now + min(max(float(ttl), self.ttl_floor_s), self.ttl_cap_s)
 
     def _put(self, pair: Pair, lifetime: Lifetime) -> None:
         self.lifetimes[pair] = lifetime

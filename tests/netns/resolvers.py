@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.netns.lab import NAME_SERVERS, READY_S_MAX, Lab, LabError
+from tests.netns.spoken import Server
 
 _TOLD = """
 import collections, contextlib, json, os, random, select, socket, struct, sys
@@ -87,7 +88,7 @@ while True:
 """
 
 
-class Told:
+class Told(Server):
     """An upstream on this address that does as it is told.
 
     names: by name with its final dot: `records` ("A 198.51.100.7"), `rcode`, `ttl`; `tc`: that bit is set; `hold`: the reply
@@ -96,9 +97,7 @@ class Told:
     """
 
     def __init__(self, lab: Lab, address: str, names: Mapping[str, Mapping[str, Any]]) -> None:
-        command = (sys.executable, "-c", _TOLD, address, json.dumps(names))
-        self._process = lab.start(lab.internet, *command, stdin=subprocess.PIPE)
-        assert self._line() == "ready"
+        super().__init__(lab, _TOLD, address, json.dumps(names))
 
     def tell(self, names: Mapping[str, Mapping[str, Any]]) -> None:
         assert self._said(json.dumps(names)) == "told"
@@ -111,16 +110,6 @@ class Told:
         """How often each question came: "udp a.test. A"."""
         counted: dict[str, int] = json.loads(self._said("asked"))
         return counted
-
-    def _said(self, line: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._line()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
 
 
 # Answers one question, for an A record, by the address that is right; around it come forged replies with the other one, in all

@@ -88,20 +88,12 @@ class Seen:
     message: bytes
 
 
-class Spoken:
-    """On these addresses of the internet, port 53, until the lab ends. Silent until it is told something."""
+class Server:
+    """A program on the internet that is told what to do, a line at a time, and answers with a line."""
 
-    def __init__(self, lab: Lab, *servers: str) -> None:
-        self._process = lab.start(lab.internet, sys.executable, "-c", _SPOKEN, *servers, stdin=subprocess.PIPE)
+    def __init__(self, lab: Lab, program: str, *arguments: str) -> None:
+        self._process = lab.start(lab.internet, sys.executable, "-c", program, *arguments, stdin=subprocess.PIPE)
         assert self._line() == "ready"
-
-    def tell(self, *replies: bytes, how: str = "as asked") -> None:
-        """To every question these replies, with its id; how: or with `another id`, or from `another port`."""
-        assert self._said(json.dumps([[reply.hex() for reply in replies], how])) == "told"
-
-    def asked(self) -> Sequence[Seen]:
-        """What was asked since the last time."""
-        return [Seen(transport, port, bytes.fromhex(message)) for transport, port, message in json.loads(self._said("asked"))]
 
     def _said(self, line: str) -> str:
         assert self._process.stdin is not None
@@ -112,3 +104,18 @@ class Spoken:
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
+
+
+class Spoken(Server):
+    """On these addresses of the internet, port 53, until the lab ends. Silent until it is told something."""
+
+    def __init__(self, lab: Lab, *servers: str) -> None:
+        super().__init__(lab, _SPOKEN, *servers)
+
+    def tell(self, *replies: bytes, how: str = "as asked") -> None:
+        """To every question these replies, with its id; how: or with `another id`, or from `another port`."""
+        assert self._said(json.dumps([[reply.hex() for reply in replies], how])) == "told"
+
+    def asked(self) -> Sequence[Seen]:
+        """What was asked since the last time."""
+        return [Seen(transport, port, bytes.fromhex(message)) for transport, port, message in json.loads(self._said("asked"))]
