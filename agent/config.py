@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 import glob
 import ipaddress
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -117,6 +118,8 @@ class DnsSettings:
     passes each question to the server the workload asked: then the workload chooses who answers.
     ttl-floor: an address stays open at least so long after an answer; default 60s (TTLs of a few seconds are common, and
     clients connect later than that). ttl-cap: and at most so long; default 24h.
+    clamp-ttl: `true` shortens the TTLs of answers to ttl-cap, so that no cache keeps an address that is closed; default false:
+    they pass unchanged.
     denied-answer: `nxdomain` (default) or `refused`.
     cname: `judge` (default: a target of a chain that is asked directly needs a rule of its own) or `follow` (who was led to it
     by an allowed name may ask for it as long as that answer lives).
@@ -139,6 +142,7 @@ class DnsSettings:
     asks_the_server_asked: bool = False
     ttl_floor: float = 60.0
     ttl_cap: float = 86_400.0
+    clamp_ttl: bool = False
     denied_answer: DeniedAnswer = DeniedAnswer.NXDOMAIN
     cname: Cname = Cname.JUDGE
     keep_while_flow_seen: float = 60.0
@@ -293,6 +297,25 @@ def load(path: Path, resolv_conf: Path = RESOLV_CONF) -> Config:
         raise ConfigError([Mistake(str(path), line, "", "is not UTF-8 text")]) from None
 
 
+def for_runs(directory: Path, network_namespace: int, resolv_conf: Path = RESOLV_CONF) -> Config:
+    """Of an agent that only serves runs: nothing of it is an administrator's agent's. Raises ConfigError."""
+    remarks = Remarks(str(resolv_conf))
+    (nothing,) = read_documents("{}")
+    upstreams = _resolvers(resolv_conf, Field(nothing, 1, "", remarks))
+    if remarks.mistakes:
+        raise ConfigError(remarks.mistakes)
+    return Config(
+        dns=DnsSettings(upstreams=upstreams, history_file=None, holder=False),
+        control=ControlSettings(directory / "control.sock"),
+        datapath=DatapathSettings(
+            pin_directory=Path(f"/sys/fs/bpf/namegate-runs-{network_namespace}"),
+            device="ng-runs",
+            routing_table=2005,
+            rule_priority=8,
+        ),
+    )
+
+
 def parse(text: str, path: Path, resolv_conf: Path = RESOLV_CONF) -> Config:
     """The configuration that a text says; `path` is where it stands. Raises ConfigError."""
     remarks = Remarks(str(path))
@@ -370,41 +393,76 @@ def _endpoints(entry: Field | None, device: str) -> tuple[EndpointSettings, ...]
         return ()
     items = entry.items()
     if items == []:
-        entry.mistake("no endpoint: there is nothing to police")
+        entry.caution("no endpoint: only what `namegate attach` names is policed")
     elif len(items or ()) > ENDPOINTS_MAX:
         entry.mistake(f"more than {ENDPOINTS_MAX} endpoints")
     endpoints: list[EndpointSettings] = []
     lines: dict[str, int] = {}
     for item in items or ():
-        keys = ("interface", "labels", "addresses", "orientation", "audit", "learn", "dhcp", "denied")
-        entries = _entries(item, keys, required=keys[:1])
-        interface = _interface_or_pattern(entries.get("interface"), device)
+        endpoint = _endpoint(item, device)
+        interface = endpoint.interface
         if interface in lines:
-            entries["interface"].mistake(f"`{interface}` is an endpoint already, in line {lines[interface]}")
+            item.mistake(f"`{interface}` is an endpoint already, in line {lines[interface]}")
         elif interface:
             lines[interface] = item.line
-        orientation = Orientation[_word(entries.get("orientation"), _OrientationWord.BEHIND).name]
-        if glob.has_magic(interface) and "addresses" in entries:
-            entries["addresses"].mistake("are one interface's, not a pattern's: name it in an entry of its own")
-        if orientation is Orientation.UPLINK and "addresses" in entries:
-            entries["addresses"].mistake("an uplink has the host's: leave the key out")
-        dhcp = entries["dhcp"].truth() if "dhcp" in entries else None
-        if orientation is Orientation.UPLINK and dhcp is False:
-            entries["dhcp"].mistake("an uplink may always ask, or the host would lose its address: leave the key out")
-        endpoints.append(
-            EndpointSettings(
-                interface=interface,
-                labels=_labels(entries.get("labels")),
-                addresses=_addresses(entries.get("addresses")),
-                orientation=orientation,
-                audit=_truth(entries.get("audit"), False),
-                learn=_word(entries.get("learn"), Learn.SHARED),
-                dhcp=dhcp,
-                denied=_word(entries.get("denied"), Denied.ANSWER),
-                line=item.line,
-            )
-        )
+        endpoints.append(endpoint)
     return tuple(endpoints)
+
+
+ENDPOINT_KEYS: Final = ("interface", "labels", "addresses", "orientation", "audit", "learn", "dhcp", "denied")
+
+
+def _endpoint(item: Field, device: str) -> EndpointSettings:
+    entries = _entries(item, ENDPOINT_KEYS, required=ENDPOINT_KEYS[:1])
+    interface = _interface_or_pattern(entries.get("interface"), device)
+    orientation = Orientation[_word(entries.get("orientation"), _OrientationWord.BEHIND).name]
+    if glob.has_magic(interface) and "addresses" in entries:
+        entries["addresses"].mistake("are one interface's, not a pattern's: name it in an entry of its own")
+    if orientation is Orientation.UPLINK and "addresses" in entries:
+        entries["addresses"].mistake("an uplink has the host's: leave the key out")
+    dhcp = entries["dhcp"].truth() if "dhcp" in entries else None
+    if orientation is Orientation.UPLINK and dhcp is False:
+        entries["dhcp"].mistake("an uplink may always ask, or the host would lose its address: leave the key out")
+    return EndpointSettings(
+        interface=interface,
+        labels=_labels(entries.get("labels")),
+        addresses=_addresses(entries.get("addresses")),
+        orientation=orientation,
+        audit=_truth(entries.get("audit"), False),
+        learn=_word(entries.get("learn"), Learn.SHARED),
+        dhcp=dhcp,
+        denied=_word(entries.get("denied"), Denied.ANSWER),
+        line=item.line,
+    )
+
+
+def endpoint_of(said: Mapping[str, object], device: str) -> EndpointSettings:
+    """One endpoint, said with the keys and in the syntax of `endpoints`, as by `attach`; a value of None is not said.
+
+    Raises ConfigError, which names the keys.
+    """
+    remarks = Remarks("attach")
+    (root,) = read_documents(json.dumps({key: value for key, value in said.items() if value is not None}))
+    endpoint = _endpoint(Field(root, root.line, "", remarks), device)
+    if not remarks.mistakes and glob.has_magic(endpoint.interface):
+        remarks.mistake(1, "interface", "a pattern stands in the configuration; here one interface is named")
+    if remarks.mistakes:
+        raise ConfigError(remarks.mistakes)
+    return endpoint
+
+
+def said_of(endpoint: EndpointSettings) -> dict[str, object]:
+    """What `endpoint_of` reads again."""
+    return {
+        "interface": endpoint.interface,
+        "labels": dict(endpoint.labels),
+        "addresses": [text_of(address) for address in endpoint.addresses] or None,
+        "orientation": endpoint.orientation.name.lower(),
+        "audit": endpoint.audit,
+        "learn": endpoint.learn.value,
+        "dhcp": endpoint.dhcp,
+        "denied": endpoint.denied.value,
+    }
 
 
 class _OrientationWord(StrEnum):
@@ -414,6 +472,11 @@ class _OrientationWord(StrEnum):
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_KEY: Final = re.compile(rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL.pattern}")
+
+
+def is_label(key: str, value: str) -> bool:
+    """Kubernetes' syntax, because policies that select by them are checked by Kubernetes' rules too."""
+    return bool(_LABEL_KEY.fullmatch(key)) and (not value or bool(_LABEL.fullmatch(value)))
 
 
 def _labels(entry: Field | None) -> dict[str, str]:
@@ -493,6 +556,7 @@ def _dns(entry: Field | None, root: Field, base: Path, resolv_conf: Path) -> Dns
         "upstreams",
         "ttl-floor",
         "ttl-cap",
+        "clamp-ttl",
         "denied-answer",
         "cname",
         "keep-while-flow-seen",
@@ -523,6 +587,7 @@ def _dns(entry: Field | None, root: Field, base: Path, resolv_conf: Path) -> Dns
         asks_the_server_asked=asked,
         ttl_floor=floor,
         ttl_cap=cap,
+        clamp_ttl=_truth(entries.get("clamp-ttl"), default.clamp_ttl),
         denied_answer=_word(entries.get("denied-answer"), default.denied_answer),
         cname=_word(entries.get("cname"), default.cname),
         keep_while_flow_seen=_seconds(entries.get("keep-while-flow-seen"), default.keep_while_flow_seen, 0, _WEEK),

@@ -21,10 +21,19 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Final
 
+from agent.attachments import (
+    COMMAND,
+    LEASE,
+    Attachment,
+    Attachments,
+    PolicyText,
+    own_network_namespace,
+    own_policies,
+)
 from agent.compiled import is_in_use
-from agent.config import Cname, Config, DeniedAnswer, OnFailure, policy_files
+from agent.config import ENDPOINT_KEYS, Cname, Config, ConfigError, DeniedAnswer, OnFailure, endpoint_of, policy_files
 from agent.control import ControlError
 from agent.control.listings import Listings, Row, counts
 from agent.core.barrier import row_text
@@ -63,7 +72,6 @@ from agent.core.types import PROTOCOL_NAMES, Address, Direction, Table, Write, t
 from agent.datapath.abi import Loss, Reason
 from agent.datapath.attach import HookState
 from agent.datapath.datapath import Datapath
-from agent.datapath.errors import DatapathError
 from agent.datapath.events import DropEvent
 from agent.dns.bounds import Limits
 from agent.dns.fairness import Desk
@@ -73,10 +81,13 @@ from agent.dns.wire import Rcode
 from agent.documents.remarks import Mistake, PolicyError
 from agent.history_file import HistoryFile
 from agent.holder.client import HolderLink
+from agent.hooks import NOT_YET, Hooks
+from agent.host import forwarding
 from agent.host.endpoints import HostEndpoints
 from agent.host.interfaces import Interfaces, links
 from agent.host.watch import NetworkWatch
 from agent.injection import Injection, row_of
+from agent.leases import Lease
 from agent.policy.files import read_policies
 from agent.state import Journal
 
@@ -101,10 +112,11 @@ JOURNAL_GROWTH = 4
 # A host whose routes change all the time is looked at a fifth of the time, and five times a second at least.
 LOOK_AGAIN_AFTER_S = 0.2
 LOOK_PAUSE_LOOKS = 4
-# An interface that is being set up may take our programs a moment later; one that never will is tried a few times a minute.
-ATTACH_AGAIN_AFTER_S = 0.1
-ATTACH_AGAIN_AFTER_S_MAX = 10.0
 COLLECT_EVERY_S = 10.0
+# Who holds a lease connects again when the agent has started anew; until then it is policed as before.
+LEASE_KEPT_S = 5.0
+IDLE_S = 2.0
+ATTACH_S_MAX = 30.0
 # At an orderly stop, for the questions that are open: most upstreams answer in less.
 DRAIN_S_MAX = 0.5
 JOURNAL_SLACK_LINES = 10_000
@@ -127,19 +139,14 @@ class Start:
     records: tuple[Record, ...] | None
     interfaces: Interfaces
     endpoints: HostEndpoints
+    attachments: Attachments
     policies: tuple[Policy, ...]
 
 
-class _NotAttached(NamedTuple):
-    reason: str
-    again_after_s: float
-
-
-_NOT_YET: Final = _NotAttached("it is not attached yet", ATTACH_AGAIN_AFTER_S)
-
-
 class Shell:
-    """start_refused: told why the policies of the start cannot be in force. holder: closed with the shell, None for none."""
+    """start_refused: told why the policies of the start cannot be in force. idle: called when there has been no lease for a
+    while, None for an agent that lives without. holder: closed with the shell, None for none.
+    """
 
     def __init__(
         self,
@@ -147,12 +154,14 @@ class Shell:
         datapath: Datapath,
         journal: Journal,
         start_refused: Callable[[str], None],
+        idle: Callable[[], None] | None,
         holder: HolderLink | None,
     ) -> None:
         self._config = config
         self._datapath = datapath
         self._journal: Journal | None = journal
         self._start_refused = start_refused
+        self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._engine = Engine(_settings(config), now(), config.testing.known_bad)
         self._engine.proxy.is_watched = log.isEnabledFor(logging.DEBUG)
@@ -170,7 +179,7 @@ class Shell:
         self._upstreams = Upstreams(self._loop, config.datapath.mark, self._desk.take, mixes_case=config.dns.randomize_case)
         self._replies: list[SendReply] = []
         self._questions: list[AskUpstream] = []
-        self._attached: set[int] = set()  # endpoints
+        self._hooks = Hooks(self._loop, datapath, self._engine.groups.endpoints)
         self._compact_at = 0  # lines of the journal
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -180,11 +189,11 @@ class Shell:
         self._host_endpoints = HostEndpoints(())
         self._host_addresses: frozenset[Address] = frozenset()
         self._wrong: dict[str, str] = {}  # interface -> why it is not policed as meant
-        self._hook_work: collections.deque[Attach | Detach] = collections.deque()
-        self._hooking: asyncio.Task[None] | None = None
-        self._not_attached: dict[int, _NotAttached] = {}  # endpoint -> why our programs are not on it
         self._watch: NetworkWatch | None = None
         self._looking: asyncio.Task[None] | None = None
+        self._lookers: list[asyncio.Future[None]] = []  # who waits for a look that has not begun
+        self._attachments: Attachments | None = None
+        self._leases: dict[int, Lease] = {}  # by endpoint
         self._must_look_again = False
         self._vanished: set[int] = set()  # interfaces, whether they are back or not
         self._is_hearing = False
@@ -204,6 +213,9 @@ class Shell:
         if start.records is not None:
             self._take([Restored(start.records, self._datapath.rows())])
         self._host_endpoints = start.endpoints
+        self._attachments = start.attachments
+        is_leased = any(each.owner == LEASE for each in start.attachments.by_ifindex.values())
+        self._loop.call_later(LEASE_KEPT_S if is_leased else IDLE_S, self._drop_unclaimed)
         self._compare(start.interfaces)
         self._take([PoliciesChanged(start.policies, _START)])
         self._take([SourceReported(source) for source in sorted(SOURCES)])
@@ -251,9 +263,9 @@ class Shell:
         if self._watch is not None:
             self._watch.close()
             gc.enable()
-        for task in (self._looking, self._hooking):
-            if task is not None:
-                task.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+        self._hooks.close()
         self._loop.remove_reader(self._datapath.events_fd)
         if self._drops_again is not None:
             self._drops_again.cancel()
@@ -324,7 +336,7 @@ class Shell:
                     case PassOverFlows():
                         self._engine.handle(FlowsSeen(effect.pass_number, self._datapath.flow_identities()), at)
                     case Attach() | Detach():
-                        self._change_hooks(effect)
+                        self._hooks.change(effect)
                     case Settled():
                         self._settle(effect)
                     case Fact():
@@ -425,63 +437,13 @@ class Shell:
                 self._start_refused(effect.error)
 
     def _report(self, fact: Fact) -> None:
+        endpoint = fact.fields.get("endpoint")
+        if fact.kind == "question" and isinstance(endpoint, int) and endpoint in self._leases:
+            self._leases[endpoint].take_question(fact.fields)
         is_usual = fact.kind == "question" and fact.fields.get("outcome") == "released"
         level = logging.DEBUG if is_usual else logging.INFO
-        if log.isEnabledFor(level):
+        if fact.is_for_log and log.isEnabledFor(level):
             log.log(level, "%s", _sentence(fact, Listings(self._engine, now())))
-
-    # --- programs on interfaces: the kernel takes 10 to 30 ms for a new one, so a thread waits for it --------------------
-
-    def _change_hooks(self, effect: Attach | Detach) -> None:
-        self._hook_work.append(effect)
-        if self._hooking is None:
-            self._hooking = self._loop.create_task(self._work_on_hooks())
-
-    async def _work_on_hooks(self) -> None:
-        try:
-            while self._hook_work:
-                effect = self._hook_work.popleft()
-                await (self._attach(effect) if isinstance(effect, Attach) else self._detach(effect))
-        finally:
-            self._hooking = None
-
-    async def _attach(self, effect: Attach) -> None:
-        endpoints = self._engine.groups.endpoints
-        if effect.endpoint not in endpoints:
-            return  # it went while others were attached
-        try:
-            await asyncio.to_thread(self._datapath.attach, effect)
-        except DatapathError as error:
-            before = self._not_attached.get(effect.endpoint, _NOT_YET)
-            if before.reason != str(error):
-                log.error("endpoint %d: %s is NOT enforced: %s", effect.endpoint, effect.interface, error)
-            again_after_s = min(2 * before.again_after_s, ATTACH_AGAIN_AFTER_S_MAX)
-            self._not_attached[effect.endpoint] = _NotAttached(str(error), again_after_s)
-            self._loop.call_later(before.again_after_s, self._change_hooks, effect)
-            return
-        self._not_attached.pop(effect.endpoint, None)
-        log.info("endpoint %d: %s is enforced", effect.endpoint, effect.interface)
-        self._attached.add(effect.endpoint)
-        if self._attached >= endpoints.keys():
-            try:
-                others = await asyncio.to_thread(self._datapath.detach_others)
-            except DatapathError as error:
-                log.error("what was policed before cannot be let go: %s", error)
-            else:
-                for interface in others:
-                    log.info("%s is no endpoint any more: detached", interface)
-
-    async def _detach(self, effect: Detach) -> None:
-        self._attached.discard(effect.endpoint)
-        self._not_attached.pop(effect.endpoint, None)
-        try:
-            await asyncio.to_thread(self._datapath.detach, effect)
-        except DatapathError as error:
-            log.error(
-                "endpoint %d: %s is no endpoint any more, but cannot be let go: %s", effect.endpoint, effect.interface, error
-            )
-            return
-        log.info("endpoint %d: %s is no endpoint any more: detached", effect.endpoint, effect.interface)
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
@@ -492,10 +454,18 @@ class Shell:
             return
         self._looking = self._loop.create_task(self._look())
 
+    async def _look_now(self) -> None:
+        """Returns when the engine has been told of all that is so by now."""
+        looked = self._loop.create_future()
+        self._lookers.append(looked)
+        self._look_around()
+        await looked
+
     async def _look(self) -> None:
         try:
             while True:
                 self._must_look_again = False
+                lookers, self._lookers = self._lookers, []
                 began = self._loop.time()
                 self._vanished |= self._watch.take_gone() if self._watch is not None else set()
                 try:
@@ -503,10 +473,13 @@ class Shell:
                 except OSError as error:
                     log.warning("the network cannot be looked at (%s): trying again", error)
                     self._must_look_again = True
+                    self._lookers += lookers
                     pause_s = LOOK_AGAIN_AFTER_S
                 else:
                     vanished, self._vanished = self._vanished, set()
                     self._compare(interfaces, vanished)
+                    for looker in lookers:
+                        looker.set_result(None)
                     pause_s = min(LOOK_PAUSE_LOOKS * (self._loop.time() - began), LOOK_AGAIN_AFTER_S)
                 if not self._must_look_again:
                     break
@@ -519,6 +492,9 @@ class Shell:
 
         An address that goes from one endpoint to another is taken from the one before the other gets it.
         """
+        if self._attachments is not None:
+            there = {link.ifindex for link in interfaces.links.values()} - set(vanished)
+            self._attachments.remove(self._attachments.by_ifindex.keys() - there)
         present = self._host_endpoints.look(interfaces, vanished)
         for interface, reason in present.wrong.items():
             if self._wrong.get(interface) != reason:
@@ -559,7 +535,10 @@ class Shell:
         must_look = False
         events = self._datapath.read_events(most)
         for event in events:
-            self._drops.append(_drop(event, listings))
+            drop = _drop(event, listings)
+            self._drops.append(drop)
+            if event.endpoint in self._leases:
+                self._leases[event.endpoint].take_drop(drop)
             if event.reason in _CLAIMS and event.direction is Direction.EGRESS and event.endpoint is not None:
                 must_look |= self._host_endpoints.claim(event.endpoint, event.source)
         if must_look:
@@ -592,6 +571,10 @@ class Shell:
             return shows[command]()
         if command == "apply":
             return await self._apply(arguments)
+        if command == "hello":
+            return {"network_namespace": own_network_namespace()}
+        if command == "attach":
+            return await self._attach(arguments)
         if command == "detach":
             return await self._release(str(arguments.get("interface")))
         if command == "inject" and self._config.testing.enabled:
@@ -601,9 +584,7 @@ class Shell:
     async def _endpoint_rows(self) -> list[Row]:
         rows = Listings(self._engine, now()).endpoints()
         hooks = [self._engine.groups.endpoints[int(str(row["endpoint"]))].added for row in rows]
-        states = await asyncio.to_thread(
-            lambda: [self._datapath.hook_state(added.ifindex, added.orientation) for added in hooks]
-        )
+        states = await self._hooks.states([(added.ifindex, added.orientation) for added in hooks])
         for row, state in zip(rows, states, strict=True):
             if state is not HookState.FIRST:
                 row["state"] = state.sentence
@@ -622,7 +603,7 @@ class Shell:
         reasons += [
             f"{row['interface']}: {row['state']}"
             for row in endpoints
-            if row["state"] not in _SOUND and row["endpoint"] in self._attached
+            if row["state"] not in _SOUND and row["endpoint"] in self._hooks.attached
         ]
         reasons += await asyncio.to_thread(self._datapath.gate_problems)
         reasons += self._foreign_rows()
@@ -655,10 +636,11 @@ class Shell:
         said = dict(self._wrong)
         for name, (link, _) in there.items():
             if link.ifindex not in noticed:
-                said.setdefault(name, f"{name} is unprotected: {_NOT_YET.reason}")
-        for number in endpoints.keys() - self._attached:
-            interface, problem = endpoints[number].added.interface, self._not_attached.get(number, _NOT_YET)
-            said[interface] = f"{interface} is unprotected: {problem.reason}"
+                said.setdefault(name, f"{name} is unprotected: {NOT_YET.reason}")
+        for number, endpoint in endpoints.items():
+            problem = self._hooks.problem_of(number)
+            if problem is not None:
+                said[endpoint.added.interface] = f"{endpoint.added.interface} is unprotected: {problem}"
         return list(said.values())
 
     def _counters(self) -> dict[str, int]:
@@ -699,21 +681,29 @@ class Shell:
         except PolicyError as error:
             raise ControlError(f"refused, the policies in force stay:\n{error}", 1) from None
         changed = policies != self._engine.groups.policies
+        problem = await self._judged(policies, timeout if arguments.get("wait") else 0)
+        if problem is not None:
+            raise ControlError(f"refused, the policies in force stay: {problem}", 1)
+        return {"policies": len(policies), "changed": changed, "open": self._open()}
+
+    async def _judged(self, policies: tuple[Policy, ...] | None, patience_s: float) -> str | None:
+        """Every endpoint there is now is judged by these policies (None: by those there are), or why it is not.
+
+        patience_s: 0 does not wait for what takes longer than this moment.
+        """
         ticket = object()
         settled: asyncio.Future[str | None] = self._loop.create_future()
         self._tickets[ticket] = settled
         self._take([PoliciesChanged(policies, ticket)])
-        if arguments.get("wait") or settled.done():
-            try:
-                error_text = await asyncio.wait_for(settled, timeout)
-            except TimeoutError:
-                sentence = f"the policies are not in force after {timeout:g} s: `namegate status` says why"
-                raise ControlError(sentence, 1) from None
-            finally:
-                self._tickets.pop(ticket, None)
-            if error_text is not None:
-                raise ControlError(f"refused, the policies in force stay: {error_text}", 1)
-        return {"policies": len(policies), "changed": changed, "open": self._open()}
+        try:
+            if patience_s or settled.done():
+                return await asyncio.wait_for(settled, patience_s)
+        except TimeoutError:
+            sentence = f"the policies are not in force after {patience_s:g} s: `namegate status` says why"
+            raise ControlError(sentence, 1) from None
+        finally:
+            self._tickets.pop(ticket, None)
+        return None
 
     async def _release(self, interface: str) -> Row:
         """One interface is let go, and the kernel is asked whether it is."""
@@ -721,13 +711,108 @@ class Shell:
         if added is None:
             raise ControlError(f"{interface} is no endpoint: `namegate endpoints` shows those that are", 1)
         self._host_endpoints.release(added.ifindex)
-        self._compare(await asyncio.to_thread(Interfaces))
-        while self._hooking is not None:
-            await asyncio.wait([self._hooking])
-        state = await asyncio.to_thread(self._datapath.hook_state, added.ifindex, added.orientation)
+        if self._attachments is not None:
+            self._attachments.remove([added.ifindex])
+        await self._look_now()
+        await self._hooks.at_rest()
+        (state,) = await self._hooks.states([(added.ifindex, added.orientation)])
         if state is not HookState.ABSENT:
             raise ControlError(f"{interface} cannot be let go: the log says why, and `namegate endpoints` what it is", 1)
         return {"interface": interface}
+
+    # --- attachments -----------------------------------------------------------------------------------------------------
+
+    async def _attach(self, arguments: Mapping[str, object]) -> Row | Lease:
+        """Answered when the interface is policed as was said; refused, nothing is left of it."""
+        assert self._attachments is not None, "people are heard after the start"
+        attachment, is_forwarding = await self._attachment(arguments), arguments.get("forwarding") is True
+        before = self._attachments.by_ifindex.get(attachment.ifindex)
+        self._attachments.put(attachment)
+        self._host_endpoints.take_back(attachment.ifindex)
+        try:
+            number = await self._police(attachment)
+            has_ipv6 = is_forwarding and await self._forward(attachment.settings.interface)
+        except BaseException:
+            if self._attachments.by_ifindex.get(attachment.ifindex) is attachment:
+                self._attachments.restore(attachment.ifindex, before)
+                self._look_around()
+            raise
+        answer: Row = {"endpoint": number, "interface": attachment.settings.interface}
+        if attachment.owner != LEASE:
+            return answer
+        lease = Lease(number, attachment.ifindex, {**answer, "ipv6": has_ipv6}, now, self._end_lease)
+        self._leases[number] = lease
+        self._engine.proxy.watched.add(number)
+        return lease
+
+    async def _attachment(self, arguments: Mapping[str, object]) -> Attachment:
+        try:
+            settings = endpoint_of({key: arguments.get(key) for key in ENDPOINT_KEYS}, self._config.datapath.device)
+            texts = _policy_texts(arguments.get("policies"))
+            policies = None if texts is None else own_policies(texts)
+        except ConfigError as error:
+            raise ControlError("; ".join(f"{each.field}: {each.message}" for each in error.mistakes), 1) from None
+        except PolicyError as error:
+            raise ControlError(str(error), 1) from None
+        link = (await asyncio.to_thread(links)).get(settings.interface)
+        if link is None:
+            raise ControlError(
+                f"there is no interface {settings.interface} in this network namespace (`ip link` shows them)", 1
+            )
+        return Attachment(link.ifindex, settings, LEASE if arguments.get("lease") is True else COMMAND, texts, policies)
+
+    async def _police(self, attachment: Attachment) -> int:
+        """The endpoint's number, when it is enforced."""
+        interface = attachment.settings.interface
+        await self._look_now()
+        number = self._host_endpoints.number_of(attachment.ifindex)
+        if number is None:
+            raise ControlError(self._wrong.get(interface, f"{interface} went while it was attached"), 1)
+        problem = await self._judged(None, ATTACH_S_MAX)
+        if problem is None:
+            await self._hooks.at_rest()
+            problem = self._hooks.problem_of(number)
+        if problem is not None:
+            raise ControlError(f"{interface} is not enforced: {problem}", 1)
+        return number
+
+    async def _forward(self, interface: str) -> bool:
+        """Has it IPv6 to the outside?"""
+        assert self._attachments is not None
+        try:
+            changed, has_ipv6 = await asyncio.to_thread(forwarding.enable, interface)
+        except OSError as error:
+            raise ControlError(f"forwarding cannot be turned on for {interface}: {error.strerror}", 1) from None
+        if changed:
+            self._attachments.sysctls = {**changed, **self._attachments.sysctls}
+            self._attachments.save()
+        return has_ipv6
+
+    async def _end_lease(self, lease: Lease) -> None:
+        self._read_drops(DROPS_READ_TO_SHOW_MAX)
+        if self._leases.get(lease.endpoint) is lease:
+            del self._leases[lease.endpoint]
+            self._engine.proxy.watched.discard(lease.endpoint)
+            self._drop_unclaimed()
+
+    def _drop_unclaimed(self) -> None:
+        """Leases that nobody holds; where none is left, so are the switches that were turned for them."""
+        assert self._attachments is not None
+        claimed = {lease.ifindex for lease in self._leases.values()}
+        leased = {each.ifindex for each in self._attachments.by_ifindex.values() if each.owner == LEASE}
+        if leased - claimed:
+            self._attachments.remove(leased - claimed)
+            self._look_around()
+        if not claimed:
+            forwarding.put_back(self._attachments.sysctls)
+            self._attachments.sysctls = {}
+            self._attachments.save()
+            if self._idle is not None:
+                self._loop.call_later(IDLE_S, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        if self._idle is not None and not self._leases:
+            self._idle()
 
     def _open(self) -> list[str]:
         """Interfaces that no policy closes in any direction."""
@@ -759,6 +844,14 @@ def policies_at(paths: Iterable[str]) -> tuple[Policy, ...]:
     if mistakes:
         raise PolicyError(mistakes)
     return tuple(read_policies(tuple(files)))
+
+
+def _policy_texts(given: object) -> tuple[PolicyText, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise ControlError("`policies` is a list of objects with `name` and `text`")
+    return tuple(PolicyText(str(each.get("name", "policy")), str(each.get("text", ""))) for each in given)
 
 
 def _seconds(given: object) -> float:
@@ -810,6 +903,7 @@ def _settings(config: Config) -> Settings:
         follow_cnames=dns.cname is Cname.FOLLOW,
         ttl_floor_s=dns.ttl_floor,
         ttl_cap_s=dns.ttl_cap,
+        clamp_ttl=dns.clamp_ttl,
         keep_while_flow_seen_s=dns.keep_while_flow_seen,
         keep_past_lifetime_s=dns.keep_past_lifetime,
         open_questions_max=limits.open_questions,

@@ -14,13 +14,16 @@ import logging
 import resource
 import signal
 import sys
+import time
+from functools import partial
 
+from agent.attachments import Attachments
 from agent.config import Config, asking_ourselves
 from agent.control import ControlError
 from agent.control.lock import AgentLock
 from agent.control.server import ControlServer
 from agent.datapath import syscall
-from agent.datapath.datapath import Datapath, pinned_map_id
+from agent.datapath.datapath import Datapath, cleanup, pinned_map_id
 from agent.datapath.datapath import Settings as DatapathSettings
 from agent.datapath.errors import DatapathError
 from agent.documents.remarks import PolicyError
@@ -37,16 +40,23 @@ log = logging.getLogger("namegate")
 # EX_SOFTWARE of sysexits.h: a supervisor starts the agent again.
 EXIT_MISTAKE = 70
 
+# An agent for runs that finds another one waits so long for its end.
+LOCK_PATIENCE_S = 3.0
+_ENDED_IDLE = -1
+
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-def run(config: Config) -> int:
-    """The agent in the foreground until it is told to stop; its exit code."""
+def run(config: Config, *, is_for_runs: bool = False) -> int:
+    """The agent in the foreground until it is told to stop; its exit code.
+
+    is_for_runs: it has nothing to do but to serve leases. It ends when there are none, and leaves nothing in the kernel.
+    """
     lock = AgentLock(config.control.socket)
     _raise_descriptor_limit()
     try:
         # Before the datapath: a second agent would replace what the first one enforces with.
-        lock.acquire()
+        _acquire(lock, LOCK_PATIENCE_S if is_for_runs else 0.0)
         policies = policies_at(config.policies)
         interfaces = _network()
         sentence = asking_ourselves(config.dns.upstreams, config.endpoints, interfaces.host_addresses().__contains__)
@@ -55,6 +65,7 @@ def run(config: Config) -> int:
         syscall.pretend_without(config.testing.without)
         config = dataclasses.replace(config, datapath=settled(config.datapath))
         settings = DatapathSettings(**dataclasses.asdict(config.datapath))
+        attachments = Attachments(config.control.socket.with_name("attachments"), settings.device)
         journal_path = config.control.socket.with_name("journal")
         pinned = pinned_map_id(settings)
         records = read_journal(journal_path, pinned)
@@ -67,14 +78,37 @@ def run(config: Config) -> int:
                 records = None
             journal = stack.enter_context(contextlib.closing(Journal(journal_path, datapath.policy_map_id, records or ())))
             device = settings.interception_device
-            host_endpoints = HostEndpoints(config.endpoints, records or (), (device.name, device.peer))
-            start = Start(records, interfaces, host_endpoints, tuple(policies))
-            return asyncio.run(_serve(config, start, datapath, journal, lock))
+            never = device.name, device.peer
+            host_endpoints = HostEndpoints(config.endpoints, records or (), never, attachments.by_ifindex)
+            start = Start(records, interfaces, host_endpoints, attachments, tuple(policies))
+            exit_code = asyncio.run(_serve(config, start, datapath, journal, lock, ends_when_idle=is_for_runs))
+        if exit_code == _ENDED_IDLE:
+            cleanup(settings)
+            for path in config.control.socket.parent.iterdir():
+                if path != lock.path:
+                    path.unlink()
+            return 0
+        return exit_code
     except (ControlError, PolicyError, DatapathError, StateError) as error:
         print(f"namegate: {error}", file=sys.stderr)
         return 2
     finally:
         lock.release()
+        if is_for_runs:
+            with contextlib.suppress(OSError):  # there is something in it: it was stopped, and the next one goes on
+                config.control.socket.parent.rmdir()
+
+
+def _acquire(lock: AgentLock, patience_s: float) -> None:
+    """One that is about to end is waited for."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return lock.acquire()
+        except ControlError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.05)
 
 
 def _network() -> Interfaces:
@@ -97,6 +131,8 @@ async def _serve(
     datapath: Datapath,
     journal: Journal,
     lock: AgentLock,
+    *,
+    ends_when_idle: bool,
 ) -> int:
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
@@ -122,7 +158,7 @@ async def _serve(
 
     loop.set_exception_handler(give_up)
     holder = HolderLink(config.control.socket, config.datapath.mark, config.dns.holder_patience) if config.dns.holder else None
-    shell = Shell(config, datapath, journal, refused, holder)
+    shell = Shell(config, datapath, journal, refused, partial(stop, _ENDED_IDLE) if ends_when_idle else None, holder)
     server = ControlServer(config.control.socket, shell.answer, lock)
     await server.start()
     try:

@@ -28,6 +28,10 @@
 #define IPV4_DO_NOT_FRAGMENT 0x4000
 #define ICMP_QUOTE_TRANSPORT 8 /* RFC 792: the IP header and 8 octets */
 
+#define CHECKSUM_END_TCP 18 /* of the header; SCTP's is behind UDP's */
+#define CHECKSUM_END_UDP 8
+#define INVALID 22 /* EINVAL */
+
 #ifndef ICMP_PKT_FILTERED
 #define ICMP_PKT_FILTERED 13
 #endif
@@ -40,18 +44,40 @@ static __always_inline __u16 fold(__u64 sum)
 	return (__u16)sum;
 }
 
-/* 1: the checksum at this offset is still to be completed; 0: it is complete; below: an error. Overwrites the field. */
+/* 1: a checksum of this packet is still to be completed; 0: none is; below: an error. What stands at the offset it leaves. */
 static __always_inline int is_partial(struct __sk_buff *skb, __u32 offset)
 {
-	__u16 mark = 0x1234, found = 0;
+	__u16 before = 0, after = 0;
 
-	if (bpf_skb_store_bytes(skb, offset, &mark, sizeof(mark), 0) < 0)
+	if (bpf_skb_load_bytes(skb, offset, &before, sizeof(before)) < 0)
 		return -1;
-	if (bpf_l4_csum_replace(skb, offset, 0, 1, sizeof(mark)) < 0)
+	if (bpf_l4_csum_replace(skb, offset, 0, 1, sizeof(before)) < 0)
 		return -1;
-	if (bpf_skb_load_bytes(skb, offset, &found, sizeof(found)) < 0)
+	if (bpf_skb_load_bytes(skb, offset, &after, sizeof(after)) < 0)
 		return -1;
-	return found == mark;
+	if (after == before)
+		return 1;
+	return bpf_skb_store_bytes(skb, offset, &before, sizeof(before), 0) < 0 ? -1 : 0;
+}
+
+/*
+ * Would the last device on the way write a checksum over what was judged? Where it goes the sender says, who may be a virtual
+ * machine or hold a packet socket (virtio 5.1.6.2, PACKET_VNET_HDR), and the kernel takes any place behind the first octets of the IP
+ * header: the destination's. A classifier is told nothing of it, but no packet may be cut before the end of that field. So this cut
+ * is refused where the field is where it belongs, or further on, as inside a tunnel; where it is made, the packet is dropped.
+ */
+static __always_inline int is_overwritten(struct __sk_buff *skb, const struct packet *p)
+{
+	__u32 end = p->transport + CHECKSUM_END_UDP;
+	int partial = is_partial(skb, 0);
+
+	if (partial <= 0)
+		return partial;
+	if (p->kind >= KIND_ARP) /* nobody leaves these to a device */
+		return 1;
+	if (p->tuple.protocol == PROTOCOL_TCP)
+		end = p->transport + CHECKSUM_END_TCP;
+	return bpf_skb_change_tail(skb, end - 1, 0) != -INVALID;
 }
 
 static __always_inline int turn_ethernet(struct __sk_buff *skb)

@@ -183,6 +183,14 @@ static __always_inline int is_proxied(struct __sk_buff *skb, const struct addres
 	return way_on && way_on != skb->ifindex;
 }
 
+static __always_inline int is_led_away(struct __sk_buff *skb, const struct tuple *t)
+{
+	struct address anybody = {};
+	u32 way_on = find_way_on(skb, &anybody, &t->destination);
+
+	return way_on && way_on != find_way_on(skb, &anybody, &t->source);
+}
+
 #include "verdict.h"
 #include "answer.h"
 
@@ -470,6 +478,10 @@ static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 	if (d.reason == PASS_REDIRECT) {
 		d.reason = redirect(skb, p, &action);
 		d.audited = d.reason >= DROP_FIRST && g.audit;
+	}
+	if (direction == DIRECTION_EGRESS && d.reason < DROP_FIRST && action == TC_ACT_UNSPEC && is_overwritten(skb, p)) {
+		d.reason = DROP_MALFORMED;
+		d.audited = g.audit;
 	}
 	count(e.endpoint, d.audited ? PASS_AUDIT : d.reason, length);
 	count_rule(d.cookie, length);

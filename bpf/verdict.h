@@ -52,6 +52,7 @@
  *   is_own_address(endpoint, address)
  *   is_routed_on(ctx, packet): whether this host's routing leads it to somebody else
  *   is_proxied(ctx, address): whether it leads what comes in for that address on by another interface
+ *   is_led_away(ctx, tuple): whether it leads to the destination by another interface than to the source
  *   find_question_due(endpoint) -> row or NULL; put_question_due(endpoint, due)
  */
 #ifndef NAMEGATE_VERDICT_H
@@ -156,9 +157,10 @@ static __always_inline int is_same_address(const struct address *a, const struct
 /*
  * Do both ends stand on this link? A router carries neighbour discovery on like any other packet; only its receiver looks at the
  * hop limit (RFC 4861 6.1, 7.1). Link-local addresses stay, link scope stays, a hop limit of 1 stays (MLD, RFC 3810 5); a neighbour
- * with a global address is in the sender's own /64. What comes with 255 was never carried on.
+ * with a global address is in the sender's own /64, and of an endpoint behind this host where routing does not part the two: many
+ * links may share one /64. What comes with 255 was never carried on.
  */
-static __always_inline int is_on_link(const struct packet *p, __u8 direction)
+static __always_inline int is_on_link(void *ctx, const struct endpoint_value *e, const struct packet *p, __u8 direction)
 {
 	const struct address *to = &p->tuple.destination, *from = &p->tuple.source;
 
@@ -170,7 +172,9 @@ static __always_inline int is_on_link(const struct packet *p, __u8 direction)
 		return p->hops == 1 || (to->words[0] & TO_NET32(0x000f0000)) == TO_NET32(0x00020000);
 	if (direction == DIRECTION_INGRESS && p->hops == 255)
 		return 1;
-	return to->words[0] == from->words[0] && to->words[1] == from->words[1];
+	if (to->words[0] != from->words[0] || to->words[1] != from->words[1])
+		return 0;
+	return direction == DIRECTION_INGRESS || e->orientation == ORIENTATION_UPLINK || !is_led_away(ctx, &p->tuple);
 }
 
 /* 3c. ARP and advertisements; the source of these is the proxy's own address, or the one it answers for. */
@@ -189,7 +193,7 @@ static __always_inline __u8 judge_neighbour(void *ctx, const struct endpoint_val
 {
 	if (p->part != PART_WHOLE) /* RFC 6980: neighbour discovery is never fragmented */
 		return DROP_FRAGMENT;
-	if (!is_on_link(p, direction))
+	if (!is_on_link(ctx, e, p, direction))
 		return DROP_NEIGHBOUR_CLAIM;
 	if (direction == DIRECTION_INGRESS)
 		return PASS_NEIGHBOUR;

@@ -38,6 +38,7 @@ _ROUTING: Final = (
     "link set far up",
     "route add 10.0.0.0/8 dev away",
     "-6 route add 2001:db8:0:d::/64 dev away",
+    "-6 route add 2001:db8:0:a::d00/120 dev away",  # a part of the client's own network
 )
 _ACTION_PASS, _ACTION_DROP, _ACTION_REDIRECT = -1, 2, 7
 
@@ -174,7 +175,7 @@ class KernelJudge:
     """BPF_PROG_TEST_RUN of the loaded programs. No packet leaves: a redirect is only reported.
 
     Runs in a network namespace of its own, whose host has the client's addresses and routes on to containers (10.0.0.0/8,
-    2001:db8:0:d::/64): what a case says is routed on must be theirs. A run always has the same socket, which nobody finds: see
+    2001:db8:0:d::/64, 2001:db8:0:a::d00/120): what a case says is routed on must be theirs. A run always has the same socket, which nobody finds: see
     can_show().
     """
 

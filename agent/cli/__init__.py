@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agent.cli import change, judge, show
+from agent.cli import attach, change, judge, show
 from agent.cli.environment import DEFAULT_CONTROL, Environment, Refusal, Sentence, Session, with_examples
 from agent.control import ControlError
 
@@ -88,8 +88,8 @@ def _show_version(context: click.Context, _parameter: click.Parameter, is_wanted
 def main(context: click.Context, control: Path, debug: bool) -> None:
     """Say by DNS name what a workload may talk to.
 
-    Nouns show (status, endpoints, names …), verbs change (agent, apply, detach, cleanup). Exit codes: 0 good; 1 the answer is
-    no; 2 used wrongly, or something is missing.
+    Nouns show (status, endpoints, names …), verbs change (agent, apply, attach, detach, cleanup). Exit codes: 0 good; 1 the
+    answer is no; 2 used wrongly, or something is missing.
     """
     environment = context.obj if isinstance(context.obj, Environment) else Environment()
     context.obj = Session(environment, control, debug)
@@ -102,7 +102,8 @@ for _command in (
     change.apply,
     show.status,
     *show.nouns(),
-    change.detach,
+    attach.attach,
+    attach.detach,
     change.holder,
     change.cleanup,
 ):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from agent.cli.environment import Refusal, Sentence, Session, with_examples
+from agent.cli.environment import Sentence, Session, with_examples
 
 if TYPE_CHECKING:
     from agent.config import Config
@@ -22,10 +22,11 @@ _file = click.Path(path_type=Path)
     short_help="Run the agent in the foreground.",
     epilog=with_examples("sudo namegate agent -c /etc/namegate.yaml", "sudo namegate agent -c lab.yaml --debug"),
 )
-@click.option("-c", "--config", "path", type=_file, required=True, metavar="FILE", help="The configuration.")
+@click.option("-c", "--config", "path", type=_file, metavar="FILE", help="The configuration.")
 @click.option("--debug", is_flag=True, help="Log every step, and show tracebacks.")
+@click.option("--for-runs", "is_for_runs", is_flag=True, hidden=True)  # `run` starts it
 @click.pass_context
-def agent(context: click.Context, path: Path, debug: bool) -> None:
+def agent(context: click.Context, path: Path | None, debug: bool, is_for_runs: bool) -> None:
     """Run the agent in the foreground until SIGTERM or Ctrl-C. Stopped, it leaves the kernel enforcing."""
     session: Session = context.obj
     session.debug = session.debug or debug
@@ -35,25 +36,48 @@ def agent(context: click.Context, path: Path, debug: bool) -> None:
     compiled.use()
     if context.parent is not None and context.parent.get_parameter_source("control") is not ParameterSource.DEFAULT:
         raise Sentence("--control says which agent to ask; where this one listens is `control.socket` in its configuration")
-    config = configuration(path)
-    for warning in config.warnings:
-        click.echo(f"warning: {warning}", err=True)
     import logging
 
+    log_file = None
+    if is_for_runs:
+        config = _for_runs()
+        log_file = config.control.socket.with_name("agent.log")
+    elif path is None:
+        raise click.UsageError("Missing option '-c' / '--config'.", context)
+    else:
+        config = configuration(path)
+    for warning in config.warnings:
+        click.echo(f"warning: {warning}", err=True)
     level = logging.DEBUG if session.debug else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    handler = logging.FileHandler(log_file) if log_file is not None else logging.StreamHandler()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler], force=True)
     for library in ("pyroute2", "asyncio"):
         logging.getLogger(library).setLevel(logging.WARNING)
     # Until the agent's loop takes the signals over, both end the start in the same orderly way.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        context.exit(session.environment.run(config))
+        context.exit(session.environment.run(config, is_for_runs))
     except KeyboardInterrupt:
         context.exit(0)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _for_runs() -> Config:
+    from agent.attachments import own_network_namespace, runs_directory
+    from agent.config import ConfigError, for_runs
+
+    namespace = own_network_namespace()
+    directory = runs_directory(namespace)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return for_runs(directory, namespace)
+    except OSError as error:
+        raise Sentence(f"{directory} cannot be made: {error.strerror}") from None
+    except ConfigError as error:
+        raise Sentence(str(error)) from None
 
 
 def configuration(path: Path) -> Config:
@@ -122,40 +146,6 @@ def holder(context: click.Context, detach: bool) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     context.exit(session.environment.hold(session.control, detach))
-
-
-@click.command(
-    short_help="Let one interface go: nothing enforces it any more.",
-    epilog=with_examples("sudo namegate detach veth-build", "sudo namegate detach veth-build -c /etc/namegate.yaml"),
-)
-@click.argument("interface")
-@click.option("-c", "--config", "path", type=_file, metavar="FILE", help="The agent's configuration; else its defaults.")
-@click.pass_obj
-def detach(session: Session, interface: str, path: Path | None) -> None:
-    """Take the programs off one interface: what goes through it passes from then on.
-
-    A running agent goes on with the others, says in `status` what was detached, and enforces it again when it is started anew.
-    Of a stopped one the programs are taken off themselves. Exit code 1: the interface was not policed.
-    """
-    session.require_root("detach", "it removes BPF programs")
-    from agent.config import Config
-    from agent.control import ControlError
-    from agent.control.lock import AgentLock
-
-    config = Config() if path is None else configuration(path)
-    control = session.control if path is None else config.control.socket
-    lock = AgentLock(control)
-    try:
-        lock.acquire()
-    except ControlError:
-        session.environment.connect(control, 10.0).ask("detach", interface=interface)
-    else:
-        try:
-            if not session.environment.release(config, interface):
-                raise Refusal(f"{interface} was not policed")
-        finally:
-            lock.release()
-    click.echo(f"{interface} is no longer policed")
 
 
 @click.command(

@@ -17,6 +17,7 @@ import click
 if TYPE_CHECKING:
     from agent.config import Config
     from agent.host.doctor import Condition
+    from agent.host.peers import Behind
 
 DEFAULT_CONTROL = Path("/run/namegate/control.sock")
 
@@ -35,10 +36,10 @@ def _is_root() -> bool:
     return os.geteuid() == 0
 
 
-def _run(config: Config) -> int:
+def _run(config: Config, is_for_runs: bool) -> int:
     from agent.start import run
 
-    return run(config)
+    return run(config, is_for_runs=is_for_runs)
 
 
 def _clean(config: Config) -> list[str]:
@@ -70,6 +71,12 @@ def _examine(config: Config) -> list[Condition]:
     return examine(config)
 
 
+def _behind(namespace: int | str) -> Behind:
+    from agent.host.peers import behind_name, behind_process
+
+    return behind_process(namespace) if isinstance(namespace, int) else behind_name(namespace)
+
+
 def _hold(control: Path, is_detached: bool) -> int:
     from agent.holder.process import run
 
@@ -78,20 +85,22 @@ def _hold(control: Path, is_detached: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """connect: socket path and patience in seconds to something that can be asked. run: the daemon, until it ends, to its exit
-    code. clean: take everything out of the kernel that an agent with this configuration leaves there, end its holder, and name
-    the interfaces that were policed. release: take its programs off one interface; were there any? hold: be the holder at this
-    path until it is told to leave, or let a child be it. examine: what of this host stands in the way of an agent with this
-    configuration.
+    """connect: socket path and patience in seconds to something that can be asked. run: the daemon with this
+    configuration, until it ends, to its exit code; true: the one that only serves runs. clean: take everything out of the
+    kernel that an agent with this configuration leaves there, end its holder, and name the interfaces that were policed.
+    release: take its programs off one interface; were there any? hold: be the holder at this path until it is told to
+    leave, or let a child be it. examine: what of this host stands in the way of an agent with this configuration. behind: what
+    leads into the network namespace of a process, or of this name; raises NotPoliced.
     """
 
     connect: Callable[[Path, float], Asks] = _connect
     is_root: Callable[[], bool] = _is_root
-    run: Callable[[Config], int] = _run
+    run: Callable[[Config, bool], int] = _run
     clean: Callable[[Config], list[str]] = _clean
     release: Callable[[Config, str], bool] = _release
     hold: Callable[[Path, bool], int] = _hold
     examine: Callable[[Config], list[Condition]] = _examine
+    behind: Callable[[int | str], Behind] = _behind
 
 
 @dataclass(slots=True)

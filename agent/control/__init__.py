@@ -6,7 +6,7 @@ A request is one line, `{"command": "status", "arguments": {}}`; its answer is o
 
 from __future__ import annotations
 
-REQUEST_BYTES_MAX = 64 << 10  # `apply` with a few hundred file names is the longest; answers have no bound, root asked for them
+REQUEST_BYTES_MAX = 16 << 20  # `attach` has the texts of its policies in it; answers have no bound, root asked for them
 
 
 class ControlError(Exception):

@@ -4,26 +4,43 @@ Rule 1: only root is heard. The socket is 0600 from the instant it has a name, i
 from the kernel (SO_PEERCRED) besides.
 Rule 2: nobody can hold the agent up: requests, clients, idle time and the time a client takes to read are bounded, and a long
 answer is written in slices between which DNS goes on.
-Rule 3: a request that cannot be answered gets a sentence. An exception other than ControlError is our own mistake: it goes to
+Rule 3: an answer that is a `Feed` makes the rest of the connection its own: lines, until the client ends its side; then the
+last line. A client may stand still meanwhile for as long as it likes. Feeds are not among the clients that are bounded.
+Rule 4: a request that cannot be answered gets a sentence. An exception other than ControlError is our own mistake: it goes to
 the loop's exception handler, and the client sees the connection end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import stat
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from agent.control import REQUEST_BYTES_MAX, ControlError
 from agent.control.lock import AgentLock
 
 Answer = Callable[[str, Mapping[str, object]], Awaitable[object]]
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """first: what the request is answered with. lines: what follows, as it comes. end: the client has ended its side, or is
+    gone; gives the last line. It is not called when the agent itself ends.
+    """
+
+    first: Mapping[str, object]
+
+    def lines(self) -> AsyncIterator[Mapping[str, object]]: ...
+
+    async def end(self) -> Mapping[str, object]: ...
+
 
 CLIENTS_MAX: Final = 32
 IDLE_SECONDS_MAX: Final = 60.0
@@ -45,6 +62,7 @@ class ControlServer:
         self._has_own_lock = lock is None
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._feeding: set[asyncio.Task[None]] = set()  # those of them that are feeds
 
     async def start(self) -> None:
         """Raises ControlError when another agent lives at this path, or the path cannot be had."""
@@ -76,13 +94,14 @@ class ControlServer:
 
     def _ended(self, connection: asyncio.Task[None]) -> None:
         self._connections.discard(connection)
+        self._feeding.discard(connection)
         if not connection.cancelled() and (error := connection.exception()) is not None:
             loop = connection.get_loop()
             loop.call_exception_handler({"message": "control request failed", "exception": error, "task": connection})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if len(self._connections) > CLIENTS_MAX:
+            if len(self._connections) - len(self._feeding) > CLIENTS_MAX:
                 await _send(writer, _refusal(f"{CLIENTS_MAX} clients are connected already: end one of them"))
                 return
             user = user_of(writer.get_extra_info("socket"))
@@ -112,8 +131,35 @@ class ControlServer:
         except ControlError as error:
             await _send(writer, _refusal(error.sentence, error.exit_code))
         else:
+            if isinstance(data, Feed):
+                await self._feed(reader, writer, data)
+                return False
             await _send(writer, _slices(data))
         return True
+
+    async def _feed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, feed: Feed) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._feeding.add(task)
+        telling = task.get_loop().create_task(_tell(writer, feed))
+        try:
+            with contextlib.suppress(OSError):
+                while await reader.read(REQUEST_BYTES_MAX):
+                    pass
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
+        await _send(writer, iter([json.dumps(await feed.end()).encode() + b"\n"]))
+
+
+async def _tell(writer: asyncio.StreamWriter, feed: Feed) -> None:
+    """A client that is gone ends its side too, so nothing is done about it here."""
+    with contextlib.suppress(OSError):
+        for line in _slices(feed.first):
+            writer.write(line)
+        async for each in feed.lines():
+            writer.write(json.dumps(each).encode() + b"\n")
+            await writer.drain()
 
 
 def _request(line: bytes) -> tuple[str, Mapping[str, object]]:

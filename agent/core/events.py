@@ -64,7 +64,8 @@ class EndpointAdded:
 
     Said again of one that is known: all of it but index and orientation, which never change, is so from now on.
     addresses: what is known as this endpoint, and as no other. also_from: what it may send from as well: an uplink sends from
-    the addresses of the host's other interfaces too, and so does every other uplink.
+    the addresses of the host's other interfaces too, and so does every other uplink. policies: its own, which alone judge it;
+    None: it is judged by everybody's that select it.
     """
 
     endpoint: int
@@ -78,6 +79,7 @@ class EndpointAdded:
     dhcp: bool = False  # may ask for an address
     silent: bool = False  # denied: drop
     also_from: tuple[Address, ...] = ()
+    policies: tuple[Policy, ...] | None = None
 
 
 class EndpointRemoved(NamedTuple):
@@ -92,9 +94,12 @@ class HostAddresses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoliciesChanged:
-    """All policies from now on. `ticket` is settled when every endpoint is judged by them, or with the error if refused."""
+    """All policies from now on. `ticket` is settled when every endpoint is judged by them, or with the error if refused.
 
-    policies: tuple[Policy, ...]
+    policies: None leaves them as they are: the ticket is for the endpoints that were said before.
+    """
+
+    policies: tuple[Policy, ...] | None
     ticket: Hashable = None
 
 
@@ -226,12 +231,13 @@ class Settled(NamedTuple):
 class Fact:
     """Something a person may want to read: structured, never needed for the work itself.
 
-    kind: question, guard, policy, endpoint.
+    kind: question, guard, policy, endpoint. is_for_log: false where only who watches this endpoint wants to hear of it.
     """
 
     kind: str
     at: float
     fields: Mapping[str, object] = field(default_factory=dict)
+    is_for_log: bool = True
 
 
 Effect = SendReply | AskUpstream | Forget | Save | WriteRows | Attach | Detach | ReadLastSeen | PassOverFlows | Settled | Fact

@@ -129,7 +129,7 @@ class Groups:
         self._requested: tuple[Policy, ...] | None = None
         self._tickets: list[Hashable] = []
         self._plan: _Plan | None = None
-        self._is_stale = False  # the endpoints changed since the last plan began
+        self._is_stale = False  # something changed since the last plan began
         self._try_again_at: float | None = None
         self._retiring: list[tuple[float, int | None, int | None, int | None]] = []  # at, set, group, scope
         # Work that is left, step by step with what each costs in rows. What ends gives room that the next plan may need; what
@@ -140,9 +140,11 @@ class Groups:
 
     # --- what can be asked for ---------------------------------------------------------------------------------------
 
-    def change_policies(self, policies: tuple[Policy, ...], ticket: Hashable) -> None:
-        """These policies from now on; the ticket is settled by a later step."""
-        self._requested = policies
+    def change_policies(self, policies: tuple[Policy, ...] | None, ticket: Hashable) -> None:
+        """These policies from now on (None: those there are); the ticket is settled by a later step."""
+        if policies is not None:
+            self._requested = policies
+        self._is_stale = True
         self._tickets.append(ticket)
 
     def add_endpoint(self, added: EndpointAdded) -> str | None:
@@ -223,7 +225,7 @@ class Groups:
         """Is there something to do that waits for nobody?"""
         plan = self._plan
         if plan is None:
-            return (self._requested is not None or self._is_stale) and not self._ending
+            return self._is_stale and not self._ending
         return plan.no_room is not None or plan.barrier.error is not None or (not plan.preparing and plan.barrier.is_met)
 
     @property
@@ -299,15 +301,20 @@ class Groups:
         """Everything the flip needs, for the endpoints there are now. Raises NoRoom."""
         endpoints = dict(self.endpoints)
         labels = [endpoint.added.labels for endpoint in endpoints.values()]
-        compiled_by_key: dict[tuple[frozenset[int], bool], CompiledPolicy] = {}
+        # By places in the policies, or by an endpoint's own: those of thousands of endpoints are not compared one by one.
+        compiled_by_key: dict[tuple[frozenset[int] | tuple[Policy, ...], bool], CompiledPolicy] = {}
         members: dict[CompiledPolicy, list[Endpoint]] = {}
         for endpoint in endpoints.values():
-            selecting = frozenset(i for i, policy in enumerate(plan.policies) if policy.selects(endpoint.added.labels))
-            yield 1 + len(plan.policies) // 8
-            key = (selecting, endpoint.added.audit)
+            own, audit = endpoint.added.policies, endpoint.added.audit
+            key: tuple[frozenset[int] | tuple[Policy, ...], bool]
+            if own is None:
+                selecting = frozenset(i for i, policy in enumerate(plan.policies) if policy.selects(endpoint.added.labels))
+                yield 1 + len(plan.policies) // 8
+                key, policies = (selecting, audit), [plan.policies[i] for i in sorted(selecting)]
+            else:
+                key, policies = (own, audit), list(own)
             if key not in compiled_by_key:
-                policies = [plan.policies[i] for i in sorted(selecting)]
-                compiled_by_key[key] = yield from compile_policies(policies, self._cookies, labels, audit=endpoint.added.audit)
+                compiled_by_key[key] = yield from compile_policies(policies, self._cookies, labels, audit=audit)
             members.setdefault(compiled_by_key[key], []).append(endpoint)
         unclaimed = {group.compiled: group for group in self.groups.values()}
         for compiled in [compiled for compiled in members if compiled in unclaimed]:

@@ -6,7 +6,8 @@
 
 Rule 1 (I3): every question that is taken gets exactly one answer: whoever answers takes the transaction out of the table first.
 Rule 2 (I8): only a reply to an open transaction teaches, and only under the name that was asked.
-Rule 3: a reply goes byte for byte as it came, or not at all.
+Rule 3: a reply goes byte for byte as it came, or not at all; but for guarded addresses (removal.py) and, where that is set,
+TTLs (clamping.py).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from agent.core.sparing import Sparing
 from agent.core.tables import NO_ROOM
 from agent.core.types import PROTOCOL_UDP, SCOPE_SHARED, Address, text_of
 from agent.dns import messages
+from agent.dns.clamping import clamped
 from agent.dns.messages import ExtendedError
 from agent.dns.removal import guarded_addresses, without_addresses
 from agent.dns.wire import (
@@ -147,6 +149,7 @@ class Proxy:
         self._aliases = Aliases(settings.history_max)
         self.distinct = DistinctNames(settings.names_per_minute)
         self.is_watched = False  # somebody reads what becomes of each question
+        self.watched: set[int] = set()  # or of those of these endpoints
         self._sparing = Sparing()
         self.is_started = False
         self._groups = groups
@@ -601,10 +604,14 @@ class Proxy:
         assert transaction.reply is not None
         self._let_go(transaction, is_released=True)
         self._close(transaction)
-        message = messages.fit(transaction.reply, transaction.question, transaction.query.protocol)
+        reply = transaction.reply
+        if self.settings.clamp_ttl:
+            # The time it was held is gone from the lifetimes, too.
+            reply = clamped(reply, max(int(transaction.replied_at + self.settings.ttl_cap_s - now), 0))
+        message = messages.fit(reply, transaction.question, transaction.query.protocol)
         self._effects.append(SendReply(transaction.query.asker, message))
         self._count("replies released")
-        if self.is_watched:
+        if self.is_watched or transaction.endpoint in self.watched:
             self._end(transaction, transaction.endpoint, transaction.query, "released", now)
 
     def _fail(self, transaction: Transaction, reason: ExtendedError, why: str, now: float) -> None:
@@ -709,8 +716,8 @@ class Proxy:
 
         transaction: None where the question could not be read.
         """
-        unsaid = 0 if self.is_watched else self._sparing.may_say(("question", endpoint), now)
-        if unsaid is None:
+        unsaid = 0 if self.is_watched or outcome == "released" else self._sparing.may_say(("question", endpoint), now)
+        if unsaid is None and endpoint not in self.watched:
             return
         fields: dict[str, object] = {"endpoint": endpoint, "client": text_of(query.client), "server": text_of(query.server)}
         fields["protocol"] = "udp" if query.protocol == PROTOCOL_UDP else "tcp"
@@ -728,4 +735,4 @@ class Proxy:
                 "rows": transaction.rows_waited_for,
             }
         fields |= {"outcome": outcome, "why": why or None, "unsaid": unsaid or None}
-        self._effects.append(Fact("question", now, fields))
+        self._effects.append(Fact("question", now, fields, is_for_log=unsaid is not None))

@@ -27,8 +27,8 @@ class Settings:
     """upstreams: in the order in which they are tried; none: the server that was asked is asked itself.
 
     allow_addresses: what the address guard lets through for every name. *_s: seconds. denied_rcode: NXDOMAIN, or REFUSED.
-    names_per_minute: different ones that one endpoint may ask under one pattern, 0 for any number. The bounds are those of
-    DESIGN: reaching one is counted and seen.
+    clamp_ttl: no TTL of an answer is over ttl_cap_s. names_per_minute: different ones that one endpoint may ask under one
+    pattern, 0 for any number. The bounds are those of DESIGN: reaching one is counted and seen.
     """
 
     upstreams: tuple[Upstream, ...] = ()
@@ -39,6 +39,7 @@ class Settings:
     follow_cnames: bool = False
     ttl_floor_s: float = 60.0
     ttl_cap_s: float = 86_400.0
+    clamp_ttl: bool = False
     keep_while_flow_seen_s: float = 60.0
     keep_past_lifetime_s: float = 3_600.0
     start_patience_s: float = 5.0

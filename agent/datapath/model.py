@@ -88,7 +88,7 @@ class Origin(enum.IntEnum):
     AGENT = 1
     ANSWER = 2
     MARKED = 3
-    FORWARDED = 4  # toward an uplink: routed on; of an answer for an address: that one is
+    FORWARDED = 4  # toward an uplink: routed on; of an uplink's answer for an address: that one is; to a neighbour: off its link
 
 
 class FlowKey(NamedTuple):
@@ -278,7 +278,8 @@ class Model:
         if packet.kind in {Kind.ARP, Kind.NEIGHBOUR, Kind.ROUTER}:  # 3.
             if packet.part is not Part.WHOLE:
                 raise _Drop(Reason.DROP_FRAGMENT)
-            if not _is_on_link(packet, direction):
+            is_led_away = outward and endpoint.orientation is Orientation.BEHIND and origin is Origin.FORWARDED
+            if not _is_on_link(packet, direction, is_led_away=is_led_away):
                 raise _Drop(Reason.DROP_NEIGHBOUR_CLAIM)
             may_claim = all(self._may_claim(endpoint, claim) for claim in packet.claims)
             may_claim = may_claim or (origin is Origin.FORWARDED and self._is_answer_for_another(endpoint, packet))
@@ -744,7 +745,7 @@ def _is_echo(protocol: int, kind: int) -> bool:
     return kind in ({0, 8} if protocol == PROTOCOL_ICMP else {128, 129})
 
 
-def _is_on_link(packet: Packet, direction: Direction) -> bool:
+def _is_on_link(packet: Packet, direction: Direction, *, is_led_away: bool) -> bool:
     """Neighbour discovery and MLD whose two ends are on the endpoint's link (RFC 4861 6.1, RFC 3810 5)."""
     if packet.kind is Kind.ARP:
         return True
@@ -755,7 +756,7 @@ def _is_on_link(packet: Packet, direction: Direction) -> bool:
         return packet.hops == 1 or packet.destination[1] & 15 == 2
     if direction is Direction.INGRESS and packet.hops == 255:
         return True
-    return packet.destination[:8] == packet.source[:8]
+    return packet.destination[:8] == packet.source[:8] and not is_led_away
 
 
 def _parse_about(packet: Packet) -> Packet:

@@ -103,7 +103,7 @@ _LAYOUTS = {
 }
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """Where a record stands: its section, its owner, its data."""
 
     section: int
@@ -188,8 +188,8 @@ def without_addresses(reply: bytes, question: Question, kinds: Mapping[Address, 
     # Names that point into the question come out in the client's case.
     start = HEADER_OCTETS + len(question.section)
     source = reply[:HEADER_OCTETS] + question.section + reply[start:]
-    records = list(_walk(source))
-    if any(_signs_the_message(source, record) for record in records):
+    records = list(walk(source))
+    if any(signs_the_message(source, record) for record in records):
         return None
     guarded = {
         record
@@ -215,7 +215,8 @@ def without_addresses(reply: bytes, question: Question, kinds: Mapping[Address, 
         return None
 
 
-def _walk(message: bytes) -> Iterator[_Record]:
+def walk(message: bytes) -> Iterator[Record]:
+    """Every record of a message that `read_reply` called OK, in order."""
     _, _, questions, *counts = HEADER.unpack_from(message)
     at = HEADER_OCTETS
     for _ in range(questions):
@@ -227,14 +228,14 @@ def _walk(message: bytes) -> Iterator[_Record]:
             rtype, _, _, length = _FIXED.unpack_from(message, at)
             data = at + 10
             at = data + length
-            yield _Record(section, start, rtype, data, at)
+            yield Record(section, start, rtype, data, at)
 
 
-def _answers(record: _Record) -> bool:
+def _answers(record: Record) -> bool:
     return record.section == ANSWER and record.rtype not in _ON_THE_WAY
 
 
-def _signs_the_message(message: bytes, record: _Record) -> bool:
+def signs_the_message(message: bytes, record: Record) -> bool:
     """TSIG (RFC 8945), or SIG(0): a SIG that covers no type (RFC 2931 3)."""
     if record.rtype == TYPE_SIG:
         return message[record.data : record.end].startswith(b"\x00\x00")
@@ -256,7 +257,7 @@ class _Rewriting:
         self._put_name(question.section[:-4])
         self._out += question.section[-4:]
 
-    def write(self, records: list[_Record], error: bytes) -> bytes | None:
+    def write(self, records: list[Record], error: bytes) -> bytes | None:
         """error: the extended error as an option of EDNS."""
         counts = [0, 0, 0]
         has_edns = self._question.edns is not None
@@ -277,7 +278,7 @@ class _Rewriting:
         HEADER.pack_into(self._out, 0, number, flags & ~FLAG_AD, 1, *counts)
         return bytes(self._out)
 
-    def _put_record(self, record: _Record, more: bytes = b"") -> None:
+    def _put_record(self, record: Record, more: bytes = b"") -> None:
         """more: octets to add to the data."""
         owner, at = self.name(record.start)
         self._put_name(owner)
@@ -290,7 +291,7 @@ class _Rewriting:
             raise WireError(Fault.FORMERR, "data longer than its record can say")
         self._out[fixed + 8 : fixed + 10] = length.to_bytes(2, "big")
 
-    def _put_data(self, record: _Record) -> None:
+    def _put_data(self, record: Record) -> None:
         at, end = record.data, record.end
         layout = self._naptr(record) if record.rtype == _NAPTR else _LAYOUTS.get(record.rtype)
         if layout is not None and at < end:
@@ -306,7 +307,7 @@ class _Rewriting:
                 raise WireError(Fault.FORMERR, "a name that runs past its record")
         self._out += self._source[at:end]
 
-    def _naptr(self, record: _Record) -> _Layout:
+    def _naptr(self, record: Record) -> _Layout:
         """Order and preference, then three strings, then the name (RFC 3403 4.1)."""
         at = record.data + 4
         for _ in range(3):

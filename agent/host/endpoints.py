@@ -3,8 +3,9 @@
 Rule 1: an endpoint is an interface as the kernel knows it: by its index, for as long as it exists. Another name or other
 addresses leave it what it is; made anew, under the same name or the same index, it is another endpoint, and nothing that was
 learned or allowed for the one before is its own.
-Rule 2: an interface belongs to the entry of the configuration with its own name, else to the first whose pattern it matches. No
-longer matching, it is no endpoint. `lo` and the agent's own device never are.
+Rule 2: an interface that was attached (attachments.py) is what was said of it; another belongs to the configuration's entry
+with its own name, else to the first whose pattern it matches. No longer matching, it is no endpoint. `lo` and the agent's own
+device never are.
 Rule 3: an interface is policed from the moment it is there. Without an address of its own everything it sends is dropped, which
 is said; not to attach it would let everything pass.
 
@@ -30,8 +31,10 @@ import fnmatch
 import glob
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from agent.attachments import Attachment
 from agent.config import ENDPOINTS_MAX, Denied, EndpointSettings, Learn
 from agent.core.events import EndpointAdded
 from agent.core.records import EndpointRecord, Record
@@ -68,11 +71,18 @@ class _Found(NamedTuple):
 
 
 class HostEndpoints:
-    """records: of the process before, whose numbers go on. never: interfaces of the agent's own."""
+    """records: of the process before, whose numbers go on. never: interfaces of the agent's own. attached: by index of the
+    interface; looked at, never changed.
+    """
 
     def __init__(
-        self, settings: Sequence[EndpointSettings], records: Iterable[Record] = (), never: Collection[str] = ()
+        self,
+        settings: Sequence[EndpointSettings],
+        records: Iterable[Record] = (),
+        never: Collection[str] = (),
+        attached: Mapping[int, Attachment] = MappingProxyType({}),
     ) -> None:
+        self._attached = attached
         self._by_name = {each.interface: each for each in settings if not glob.has_magic(each.interface)}
         self._patterns = [
             (re.compile(fnmatch.translate(each.interface)), each) for each in settings if glob.has_magic(each.interface)
@@ -95,18 +105,26 @@ class HostEndpoints:
         """By command: this interface is no endpoint any more, until this process ends or the interface does."""
         self._released.add(ifindex)
 
+    def take_back(self, ifindex: int) -> None:
+        """It is to be an endpoint again."""
+        self._released.discard(ifindex)
+
+    def number_of(self, ifindex: int) -> int | None:
+        """The endpoint's, as of the last look."""
+        return self._numbers.get(ifindex, (None,))[0]
+
     def matching(self, links: Mapping[str, Link]) -> dict[str, tuple[Link, EndpointSettings]]:
-        """The interfaces that are endpoints by the configuration."""
+        """The interfaces that are to be endpoints."""
         found = {}
         for name, link in links.items():
-            settings = self._settings(name)
+            settings = self._settings(name, link.ifindex)
             if settings is not None:
                 found[name] = link, settings
         return found
 
     def look(self, interfaces: Interfaces, gone: Collection[int] = ()) -> Present:
         """What is there now. gone: indexes of interfaces that went since the look before, even if they are back."""
-        wrong = {name: _absent(name) for name in self._by_name if name not in interfaces.links}
+        wrong = {name: absent(name) for name in self._by_name if name not in interfaces.links}
         found = self._number(interfaces, gone, wrong)
         self._host = interfaces.host_addresses()
         self._owners = {}
@@ -116,7 +134,7 @@ class HostEndpoints:
             addresses[each.number] += self._learned(each, interfaces)
             if not addresses[each.number] and each.name not in wrong:
                 wrong[each.name] = _addressless(each)
-        return Present({each.number: _added(each, addresses[each.number], interfaces) for each in found}, wrong)
+        return Present({each.number: self._added(each, addresses[each.number], interfaces) for each in found}, wrong)
 
     def claim(self, number: int, address: Address) -> bool:
         """A packet of this endpoint claimed the address. Is it the endpoint's from now on? The next look has it then."""
@@ -128,9 +146,11 @@ class HostEndpoints:
 
     # --- which, and under which number -------------------------------------------------------------------------------
 
-    def _settings(self, name: str) -> EndpointSettings | None:
+    def _settings(self, name: str, ifindex: int) -> EndpointSettings | None:
         if name in self._never:
             return None
+        if ifindex in self._attached:
+            return self._attached[ifindex].settings
         if name in self._by_name:
             return self._by_name[name]
         return next((settings for pattern, settings in self._patterns if pattern.match(name)), None)
@@ -160,6 +180,24 @@ class HostEndpoints:
         self._numbers_before.clear()
         self._claimed = {each.number: self._claimed.get(each.number, set()) for each in found}
         return sorted(found)
+
+    def _added(self, each: _Found, addresses: tuple[Address, ...], interfaces: Interfaces) -> EndpointAdded:
+        attached = self._attached.get(each.link.ifindex)
+        settings, is_uplink = each.settings, each.settings.orientation is Orientation.UPLINK
+        return EndpointAdded(
+            each.number,
+            each.name,
+            each.link.ifindex,
+            with_namespace(settings.labels),
+            addresses,
+            settings.orientation,
+            audit=settings.audit,
+            isolated=settings.learn is Learn.PER_ENDPOINT,
+            dhcp=settings.dhcp if settings.dhcp is not None else is_uplink or each.link.kind == _TAP,
+            silent=settings.denied is Denied.DROP,
+            also_from=tuple(sorted(interfaces.addresses_beside(each.link.ifindex))) if is_uplink else (),
+            policies=attached.policies if attached is not None else None,
+        )
 
     # --- from which addresses ------------------------------------------------------------------------------------------
 
@@ -208,24 +246,7 @@ def _is_usable(address: Address, network: Prefix) -> bool:
     return address != network.address and not (bits == 32 and address == network.last.address)
 
 
-def _added(each: _Found, addresses: tuple[Address, ...], interfaces: Interfaces) -> EndpointAdded:
-    settings, is_uplink = each.settings, each.settings.orientation is Orientation.UPLINK
-    return EndpointAdded(
-        each.number,
-        each.name,
-        each.link.ifindex,
-        with_namespace(settings.labels),
-        addresses,
-        settings.orientation,
-        audit=settings.audit,
-        isolated=settings.learn is Learn.PER_ENDPOINT,
-        dhcp=settings.dhcp if settings.dhcp is not None else is_uplink or each.link.kind == _TAP,
-        silent=settings.denied is Denied.DROP,
-        also_from=tuple(sorted(interfaces.addresses_beside(each.link.ifindex))) if is_uplink else (),
-    )
-
-
-def _absent(name: str) -> str:
+def absent(name: str) -> str:
     return f"there is no interface {name} in this network namespace (`ip link` shows them)"
 
 

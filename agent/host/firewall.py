@@ -6,6 +6,7 @@ only its owner can make it last.
 
 Rule 1: a question is a new datagram or connection to port 53 by the device; of every other property nothing is known. A match
 on one is taken for no match: an acceptance that may not be does not help, a drop that may not be does not harm.
+Of what an interface behind this host sends to others the same is asked for the hooks prerouting and forward, there and back.
 Rule 2: nft's JSON (libnftables-json(5)) says what nft can express; rules that iptables made in nftables are opaque there, and
 are read by iptables-save together with those of the legacy tables.
 """
@@ -24,6 +25,7 @@ from typing import Any, Final, NamedTuple
 
 _PATIENCE_S: Final = 20.0
 _HOOKS: Final = ("prerouting", "input")
+_FORWARD_HOOKS: Final = ("prerouting", "forward")
 _ALL_BITS: Final = 0xFFFF_FFFF
 _PORT: Final = 53
 _PROTOCOLS: Final = {"udp": 17, "tcp": 6}
@@ -38,8 +40,20 @@ class Unreadable(Exception):
 
 
 class Question(NamedTuple):
+    """A packet, as far as it is known. device, out: by which interface it comes and goes; empty where that is not known.
+    protocol: udp or tcp. port: None where it may be any.
+    """
+
     device: str
-    protocol: str  # udp or tcp
+    protocol: str
+    out: str = ""
+    port: int | None = _PORT
+    state: str = "new"
+    hooks: tuple[str, ...] = _HOOKS
+
+    @property
+    def is_back(self) -> bool:
+        return self.state == "established"
 
 
 class Rule(NamedTuple):
@@ -97,12 +111,21 @@ class Firewall:
 
     def obstacles(self, device: str) -> list[Obstacle]:
         """The chains that drop a question which comes by this device."""
+        return self._obstacles([Question(device, protocol) for protocol in _PROTOCOLS])
+
+    def obstacles_behind(self, device: str, uplink: str) -> list[Obstacle]:
+        """The chains that drop what comes by this device and is sent on, or its replies. uplink: empty where it may be several."""
+        there = [Question(device, protocol, uplink, None, hooks=_FORWARD_HOOKS) for protocol in _PROTOCOLS]
+        back = [Question(uplink, protocol, device, None, "established", _FORWARD_HOOKS) for protocol in _PROTOCOLS]
+        return self._obstacles([*there, *back])
+
+    def _obstacles(self, questions: Sequence[Question]) -> list[Obstacle]:
         found: dict[tuple[str, str], list[str]] = {}
-        for protocol in _PROTOCOLS:
-            for chains in self._chains(Question(device, protocol)):
+        for question in questions:
+            for chains in self._chains(question):
                 for chain in chains.values():
-                    if chain.hook in _HOOKS and (_walk(chain, chains) or chain.policy) == "drop":
-                        found.setdefault((chain.title, chain.remedy), []).append(protocol)
+                    if chain.hook in question.hooks and (_walk(chain, chains) or chain.policy) == "drop":
+                        found.setdefault((chain.title, chain.remedy), []).append(question.protocol)
         return [Obstacle(title, tuple(protocols), remedy) for (title, remedy), protocols in found.items()]
 
     def _chains(self, question: Question) -> Iterator[dict[str, Chain]]:
@@ -112,7 +135,7 @@ class Firewall:
         tables: dict[tuple[str, str], dict[str, Chain]] = {}
         for each in self.nft:
             if chain := each.get("chain"):
-                tables.setdefault(_table_of(chain), {})[chain["name"]] = _nft_chain(chain, question.device)
+                tables.setdefault(_table_of(chain), {})[chain["name"]] = _nft_chain(chain, question)
             elif rule := each.get("rule"):
                 tables[_table_of(rule)][rule["chain"]].rules.append(_nft_rule(rule, question))
         yield from (chains for table, chains in tables.items() if not (is_read_as_text and table in opaque))
@@ -181,14 +204,16 @@ def _statements(rule: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from expression.items() if isinstance(expression, dict) else [(_TEXT, expression)]
 
 
-def _nft_chain(chain: Mapping[str, Any], device: str) -> Chain:
+def _nft_chain(chain: Mapping[str, Any], question: Question) -> Chain:
     title = f"{chain['family']} {chain['table']} {chain['name']}"
     is_filter = chain.get("type") == "filter" and chain["family"] in {"ip", "ip6", "inet"}
     return Chain(
         f"nftables {title}",
         chain["hook"] if is_filter else "",
         chain.get("policy", "accept"),
-        f'nft insert rule {title} iifname "{device}" accept',
+        f'nft insert rule {title} oifname "{question.out}" ct state established,related accept'
+        if question.is_back
+        else f'nft insert rule {title} iifname "{question.device}" accept',
     )
 
 
@@ -218,19 +243,22 @@ def _nft_match(match: Mapping[str, Any], question: Question) -> bool | None:
     key = body.get("key") or body.get("field") if isinstance(body, dict) else None
     is_true: bool | None = None
     if kind == "meta" and key in {"iifname", "iif"}:
-        is_true = _is_among(right, lambda value: _is_name(str(value), question.device))
+        is_true = _is_among(right, lambda value: _is_name(str(value), question.device)) if question.device else None
+    elif kind == "meta" and key in {"oifname", "oif"}:
+        is_true = _is_among(right, lambda value: _is_name(str(value), question.out)) if question.out else None
     elif kind == "meta" and key == "l4proto":
         is_true = _is_among(right, lambda value: value in {question.protocol, _PROTOCOLS[question.protocol]})
     elif kind == "payload" and key == "dport":
         if body.get("protocol") not in {question.protocol, "th"}:
             return False
-        is_true = _is_among(right, lambda value: value in {_PORT, "domain"})
+        is_true = _is_among(right, lambda value: value in {_PORT, "domain"}) if question.port is not None else None
     elif kind == "payload" and body.get("protocol") in {"tcp", "udp", "sctp", "icmp", "icmpv6"} - {question.protocol}:
         return False
     elif kind == "ct" and key == "state":
-        is_true = _is_among(right, lambda value: value == "new")
+        is_true = _is_among(right, lambda value: value == question.state)
     elif kind == "fib" and "iif" in body.get("flags", ()) and body.get("result") == "oif" and right is False:
-        is_true = True  # the way back to the client leads through its own interface
+        # The way back to who asks leads through his own interface, not the interception device.
+        is_true = question.hooks is _HOOKS
     return is_true if is_true is None or match["op"] in {"==", "in"} else not is_true
 
 
@@ -303,15 +331,25 @@ def _iptables_chains(command: str, text: str, question: Question) -> Iterator[di
             table, chains = line[1:].strip(), {}
         elif line.startswith(":"):
             name, policy = line[1:].split()[:2]
-            hook = {"PREROUTING": "prerouting", "INPUT": "input"}.get(name, "") if table != "nat" else ""
-            remedy = f"{program} -t {table} -I {name} -i {question.device} -j ACCEPT"
+            hook = _HOOKS_OF_IPTABLES.get(name, "") if table != "nat" else ""
+            which = f"-o {question.out} -m conntrack --ctstate ESTABLISHED,RELATED" if question.is_back else f"-i {question.device}"
+            remedy = f"{program} -t {table} -I {name} {which} -j ACCEPT"
             chains[name] = Chain(f"{program} {table} {name}", hook, policy.lower(), remedy)
         elif line.startswith("-A "):
             _, name, *words = shlex.split(line)
             chains[name].rules.append(_iptables_rule(words, question))
         elif line.strip() == "COMMIT":
+            forward = chains.get("FORWARD")
+            if forward is not None and _DOCKERS in chains:  # Docker puts its own chains before what others insert
+                forward.remedy = forward.remedy.replace("-I FORWARD", f"-I {_DOCKERS}")
+            elif forward is not None and _UFWS in chains:  # ufw lets replies pass by itself
+                forward.remedy = f"ufw route allow in on {question.device}"
             yield chains
 
+
+_HOOKS_OF_IPTABLES: Final = {"PREROUTING": "prerouting", "INPUT": "input", "FORWARD": "forward"}
+_DOCKERS: Final = "DOCKER-USER"
+_UFWS: Final = "ufw-user-forward"
 
 _TARGETS: Final = {"ACCEPT": "accept", "DROP": "drop", "REJECT": "reject", "RETURN": "return", "NFQUEUE": "queue"}
 
@@ -341,15 +379,17 @@ def _iptables_rule(words: Sequence[str], question: Question) -> Rule:
         elif word == "--comment":
             is_true = True
         elif word == "-i":
-            is_true = _is_name(value.replace("+", "*"), question.device)
+            is_true = _is_name(value.replace("+", "*"), question.device) if question.device else None
+        elif word == "-o":
+            is_true = _is_name(value.replace("+", "*"), question.out) if question.out else None
         elif word == "-p":
             is_true = value in {question.protocol, "all"}
         elif word in {"--dport", "--dports"}:
-            is_true = any(_has_port(part) for part in value.split(","))
+            is_true = any(_has_port(part) for part in value.split(",")) if question.port is not None else None
         elif word in {"--ctstate", "--state"}:
-            is_true = "NEW" in value.split(",")
-        elif word == "--invert":  # rpfilter's: a packet that does not come by the way back to its sender, as none of these does
-            is_true = True
+            is_true = question.state.upper() in value.split(",")
+        elif word == "--invert":  # rpfilter's: a packet that does not come by the way back to its sender, as no question does
+            is_true = question.hooks is _HOOKS
             position -= 1
         matches = _both(matches, is_true if is_true is None or not is_not else not is_true)
         is_not = False

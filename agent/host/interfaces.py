@@ -50,7 +50,7 @@ class Interfaces:
             address = message.attributes.get(_IFA_LOCAL) or message.attributes.get(_IFA_ADDRESS)
             if family in (socket.AF_INET, socket.AF_INET6) and address is not None:
                 self._addresses.setdefault(ifindex, set()).add(address)
-                if length < len(address) * 8 and not _is_link_local(address):
+                if length < len(address) * 8 and not is_link_local(address):
                     prefix = Prefix.masked(message.attributes.get(_IFA_ADDRESS, address), length)
                     self._on_link.setdefault(ifindex, set()).add(prefix)
         self._host = _NOTHING.union(*self._addresses.values())
@@ -70,7 +70,7 @@ class Interfaces:
 
     def _take_route(self, attributes: dict[int, bytes]) -> None:
         address, interface = attributes.get(_RTA_DST), attributes.get(_RTA_OIF)
-        if address is not None and interface is not None and not _is_link_local(address):
+        if address is not None and interface is not None and not is_link_local(address):
             self._routed.setdefault(int.from_bytes(interface, sys.byteorder), set()).add(address)
 
     def host_addresses(self) -> frozenset[Address]:
@@ -79,15 +79,15 @@ class Interfaces:
 
     def addresses_on(self, ifindex: int) -> frozenset[Address]:
         """The host's own addresses on this interface, but for link-local ones, which several interfaces may have."""
-        return frozenset(address for address in self._addresses.get(ifindex, ()) if not _is_link_local(address))
+        return frozenset(address for address in self._addresses.get(ifindex, ()) if not is_link_local(address))
 
     def addresses_beside(self, ifindex: int) -> frozenset[Address]:
         """What else the host may send from there: its link-local addresses, and what it has on other interfaces, but for what
         stays on them.
         """
-        own = {address for address in self._addresses.get(ifindex, ()) if _is_link_local(address)}
+        own = {address for address in self._addresses.get(ifindex, ()) if is_link_local(address)}
         elsewhere = self._host - self._addresses.get(ifindex, _NOTHING)
-        return frozenset(own | {each for each in elsewhere if not _is_link_local(each) and not _is_loopback(each)})
+        return frozenset(own | {each for each in elsewhere if not is_link_local(each) and not _is_loopback(each)})
 
     def addresses_behind(self, ifindex: int) -> frozenset[Address]:
         """Addresses the host routes to this interface one by one: its /32 and /128 routes, except the host's own."""
@@ -136,7 +136,7 @@ def networks_alone(prefixes_by_ifindex: dict[int, set[Prefix]]) -> dict[int, set
     return alone
 
 
-def _is_link_local(address: Address) -> bool:
+def is_link_local(address: Address) -> bool:
     return _LINK_LOCAL.contains(Prefix.of(address))
 
 

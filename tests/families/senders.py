@@ -117,6 +117,19 @@ def _neighbours() -> Iterator[Case]:
                 Sees(INGRESS, neighbour("fe80::2", "fe80::1", kind), R.PASS_NEIGHBOUR),
             ),
         )
+    neighbour6, elsewhere6 = "2001:db8:0:a::11", "2001:db8:0:a::d05"  # in one /64; routing leads to the second by another link
+    for what, kind, target in (("a solicitation", 135, "::"), ("an advertisement", 136, CLIENT6), ("a report", 131, "::")):
+        yield Case(
+            f"3 {what} to a neighbour's own address",
+            "passes where that is on the link of its sender; a host that routes a part of its /64 to another link would carry it on",
+            EVERYTHING,
+            (
+                Sees(EGRESS, neighbour(CLIENT6, neighbour6, kind, target), R.PASS_NEIGHBOUR),
+                Sees(EGRESS, neighbour(CLIENT6, elsewhere6, kind, target), R.DROP_NEIGHBOUR_CLAIM, Origin.FORWARDED),
+                endpoint(Orientation.UPLINK),
+                Sees(EGRESS, neighbour(CLIENT6, elsewhere6, kind, target), R.PASS_NEIGHBOUR, Origin.FORWARDED),
+            ),
+        )
     report = b"\x8f" + bytes(7)
     alert = b"\x3a\x00\x05\x02\x00\x00\x01\x00"
     listening = ethernet(0x86DD, ipv6_header("fe80::1", "ff02::16", 0, len(alert + report), 1) + alert + report)

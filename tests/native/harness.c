@@ -212,6 +212,12 @@ static int is_proxied(void *ctx, const struct address *address)
 	return ((const struct frame *)ctx)->origin == ORIGIN_FORWARDED;
 }
 
+static int is_led_away(void *ctx, const struct tuple *t)
+{
+	(void)t;
+	return ((const struct frame *)ctx)->origin == ORIGIN_FORWARDED;
+}
+
 #include "verdict.h"
 
 static void take(void *to, size_t n)

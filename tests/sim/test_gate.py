@@ -549,6 +549,22 @@ def test_an_answer_prolongs_a_lifetime_and_never_cuts_it() -> None:
     assert not world.passes(A)
 
 
+@pytest.mark.parametrize(("clamps", "ttl"), [(False, 3600), (True, 299)])
+def test_a_clamped_ttl_ends_with_the_lifetime(clamps: bool, ttl: int) -> None:
+    """What the client may keep for so long is open for so long, though its reply was held for half a second; by default TTLs
+    pass unchanged."""
+    world = started(allow("a.example."), settings=Settings(upstreams=(UPSTREAM,), ttl_cap_s=300.0, clamp_ttl=clamps))
+    asker = ask_and_reply(world, "a.example.", A, ttl=3600)
+    world.advance(0.5)
+    write_out(world)
+    world.auto = True
+    assert [rrset.ttl for rrset in world.answer_of(asker).message.answer] == [ttl]
+    world.advance(299.0)
+    assert world.passes(A)
+    world.advance(1.0)
+    assert not world.passes(A)
+
+
 def test_a_flow_keeps_an_address_open_for_at_most_an_hour_past_its_lifetime() -> None:
     """Seen in the last minute: it stays. A minute after the last packet it goes; and after an hour whatever is seen."""
     world = World()

@@ -256,7 +256,8 @@ def test_agent_runs_with_its_configuration(configuration: Path) -> None:
     """And ends with the daemon's exit code."""
     ran: list[Config] = []
 
-    def run(config: Config) -> int:
+    def run(config: Config, is_for_runs: bool) -> int:
+        assert not is_for_runs
         ran.append(config)
         return 7
 
@@ -266,8 +267,8 @@ def test_agent_runs_with_its_configuration(configuration: Path) -> None:
 
 def test_agent_tells_every_mistake_of_its_configuration(configuration: Path) -> None:
     """And does not start."""
-    configuration.write_text("endpoints: []\npolices: []\n", encoding="utf-8")
-    result = call("agent", "-c", str(configuration), run=lambda _config: pytest.fail("started"))
+    configuration.write_text("endpoints: [{}]\npolices: []\n", encoding="utf-8")
+    result = call("agent", "-c", str(configuration), run=lambda _config, _is_for_runs: pytest.fail("started"))
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) >= 3
     assert all(line.startswith(f"{configuration}:") for line in result.stderr.splitlines())
@@ -276,7 +277,7 @@ def test_agent_tells_every_mistake_of_its_configuration(configuration: Path) -> 
 def test_agent_warns_of_what_should_not_pass_unseen(configuration: Path) -> None:
     """`asked` is taken, with a warning."""
     configuration.write_text("endpoints: [{interface: veth0}]\npolicies: []\ndns: {upstreams: asked}\n", encoding="utf-8")
-    result = call("agent", "-c", str(configuration), run=lambda _config: 0)
+    result = call("agent", "-c", str(configuration), run=lambda _config, _is_for_runs: 0)
     assert result.exit_code == 0
     assert result.stderr.startswith(f"warning: {configuration}:3: dns.upstreams: `asked`")
 
@@ -293,7 +294,7 @@ def sigterm_restored() -> Iterator[None]:
 def test_a_signal_during_the_start_is_an_orderly_stop(configuration: Path, number: signal.Signals) -> None:
     """Exit code 0, before the daemon's loop has taken the signals over."""
 
-    def run(_config: Config) -> int:
+    def run(_config: Config, _is_for_runs: bool) -> int:
         signal.raise_signal(number)
         return 1
 

@@ -52,6 +52,7 @@ dns:
   upstreams: [192.0.2.9, "192.0.2.10:5353", "[2001:db8::9]:53", "2001:db8::10"]
   ttl-floor: 30
   ttl-cap: 2h
+  clamp-ttl: true
   denied-answer: refused
   keep-while-flow-seen: 90s
   keep-past-lifetime: 1d
@@ -123,7 +124,7 @@ def test_every_key_is_read(here: Path) -> None:
         Upstream(packed("2001:db8::10")),
     )
     dns = config.dns
-    assert (dns.ttl_floor, dns.ttl_cap, dns.denied_answer) == (30.0, 7200.0, DeniedAnswer.REFUSED)
+    assert (dns.ttl_floor, dns.ttl_cap, dns.clamp_ttl, dns.denied_answer) == (30.0, 7200.0, True, DeniedAnswer.REFUSED)
     assert (dns.keep_while_flow_seen, dns.keep_past_lifetime) == (90.0, 86_400.0)
     assert dns.history_file == here / "history"
     assert config.gate == GateSettings(0.25, OnFailure.RELEASE)
@@ -165,7 +166,7 @@ gates: {}
         "namegate.yaml:4: endpoints[1]: `interface` is missing",
         "namegate.yaml:4: endpoints[1].labels.app: '1' is a number in YAML; put it in quotes: \"1\"",
         "namegate.yaml:6: endpoints[2].orientation: `sideways` is not one of behind, uplink",
-        "namegate.yaml:7: endpoints[3].interface: `veth0` is an endpoint already, in line 5",
+        "namegate.yaml:7: endpoints[3]: `veth0` is an endpoint already, in line 5",
         "namegate.yaml:8: endpoints[3].addresses[0]: `nonsense` is not an address",
         "namegate.yaml:8: endpoints[3].addresses[1]: `fe80::1%veth0` is not an address",
         "namegate.yaml:9: policies[0]: there is no absent.yaml",
@@ -184,7 +185,6 @@ gates: {}
         ("", "namegate.yaml:1: says nothing: it needs `endpoints` and `policies`"),
         ("\x00", "namegate.yaml:1: has a character that no text file has"),
         ("policies: []\n", "namegate.yaml:1: `endpoints` is missing"),
-        ("endpoints: []\npolicies: []\n", "namegate.yaml:1: endpoints: no endpoint: there is nothing to police"),
         (SMALLEST + "---\na: 1\n", "namegate.yaml:4: a second document: the configuration is one"),
         (SMALLEST + "limits: {open-questions: 8, open-questions-per-endpoint: 9}\n",
          "namegate.yaml:3: limits.open-questions-per-endpoint: is more than there are for all endpoints together, 8"),
@@ -202,7 +202,7 @@ gates: {}
          "namegate.yaml:3: testing.known-bad: makes the agent worse on purpose: only with `enabled: true`, in a test"),
         (SMALLEST + "datapath: {device: 'ng*'}\n", "namegate.yaml:3: datapath.device: `ng*` is a pattern: name one interface"),
         ("endpoints: [{interface: 'veth*'}, {interface: 'veth*'}]\npolicies: []\n",
-         "namegate.yaml:1: endpoints[1].interface: `veth*` is an endpoint already, in line 1"),
+         "namegate.yaml:1: endpoints[1]: `veth*` is an endpoint already, in line 1"),
         ("endpoints: [{interface: 'veth[ab'}]\npolicies: []\n",
          f"namegate.yaml:1: {FIRST}: `veth[ab` has a `[` without its `]`: write the set whole, `veth[0-9]*`"),
         ("endpoints: [{interface: 'veth *'}]\npolicies: []\n",

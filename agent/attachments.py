@@ -1,0 +1,179 @@
+"""What is policed besides the configuration's `endpoints`: said by `namegate attach` or `run`, or found at a container engine.
+
+Rule 1: an attachment is of one interface as the kernel knows it, by its index; it ends with the interface.
+Rule 2: all of it is in a file beside the control socket, so that the next process polices the same from its first packet on.
+The file has the life of the interfaces: it survives the process and not the machine. One that cannot be read refuses the
+start: without it, what was attached would be let go.
+Rule 3: policies of its own judge an attachment alone, and close it in both directions whatever they say; only the host may open
+connections to it (a developer looks at what a sandboxed server shows).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from agent.config import ConfigError, EndpointSettings, endpoint_of, said_of
+from agent.control import ControlError
+from agent.core.rules import Entity, LabelSelector, Origin, Policy, Rule
+from agent.core.types import Direction
+from agent.documents.remarks import Mistake, PolicyError
+from agent.policy.files import read_policy_text
+
+COMMAND: Final = "command"
+LEASE: Final = "lease"
+
+_VERSION: Final = 1
+
+
+class PolicyText(NamedTuple):
+    """name: what messages call it."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """owner: COMMAND, LEASE, or who reported it. texts: None where everybody's policies judge it; policies: the same, read."""
+
+    ifindex: int
+    settings: EndpointSettings
+    owner: str
+    texts: tuple[PolicyText, ...] | None = None
+    policies: tuple[Policy, ...] | None = None
+
+
+class Followed(NamedTuple):
+    """A container that was named by `attach --container`; engine: its socket, empty for the first that is there."""
+
+    container: str
+    engine: str
+    settings: EndpointSettings
+
+
+class Attachments:
+    """by_ifindex: the same object for life; read by who looks for endpoints. sysctls: what was changed for leases, path to the
+    value it had.
+    """
+
+    def __init__(self, path: Path, device: str) -> None:
+        """device: the agent's own. Raises ControlError where the file cannot be read."""
+        self._path = path
+        self.by_ifindex: dict[int, Attachment] = {}
+        self.followed: dict[str, Followed] = {}
+        self.sysctls: dict[str, str] = {}
+        try:
+            said = json.loads(path.read_text())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            raise self._unreadable(str(error)) from None
+        try:
+            self._take(said, device)
+        except (ConfigError, PolicyError, KeyError, TypeError, ValueError) as error:
+            raise self._unreadable(f"it is not as an agent of this release writes it: {error}") from None
+
+    def put(self, attachment: Attachment) -> None:
+        self.by_ifindex[attachment.ifindex] = attachment
+        self.save()
+
+    def remove(self, ifindexes: Iterable[int]) -> None:
+        gone = [ifindex for ifindex in ifindexes if self.by_ifindex.pop(ifindex, None) is not None]
+        if gone:
+            self.save()
+
+    def restore(self, ifindex: int, before: Attachment | None) -> None:
+        """As it was before something could not be put in force."""
+        if before is None:
+            self.remove([ifindex])
+        else:
+            self.put(before)
+
+    def report(self, owner: str, found: Mapping[int, EndpointSettings]) -> bool:
+        """All that this owner has now; what somebody attached by command or lease stays his. Is anything different?"""
+        before = {ifindex: each for ifindex, each in self.by_ifindex.items() if each.owner == owner}
+        after = {
+            ifindex: Attachment(ifindex, settings, owner)
+            for ifindex, settings in found.items()
+            if ifindex in before or ifindex not in self.by_ifindex
+        }
+        if before == after:
+            return False
+        for ifindex in before.keys() - after.keys():
+            del self.by_ifindex[ifindex]
+        self.by_ifindex.update(after)
+        self.save()
+        return True
+
+    def save(self) -> None:
+        """Raises ControlError where it cannot be written: what is not there would not be policed by the next process."""
+        said = {
+            "version": _VERSION,
+            "attachments": [
+                {
+                    "ifindex": each.ifindex,
+                    "owner": each.owner,
+                    "texts": each.texts,
+                    "endpoint": said_of(each.settings),
+                }
+                for each in self.by_ifindex.values()
+            ],
+            "containers": [[each.container, each.engine, said_of(each.settings)] for each in self.followed.values()],
+            "sysctls": self.sysctls,
+        }
+        new = self._path.with_name(self._path.name + ".new")
+        try:
+            new.write_text(json.dumps(said))
+            new.replace(self._path)
+        except OSError as error:
+            raise ControlError(f"{self._path} cannot be written: {error.strerror}") from None
+
+    def _take(self, said: Mapping[str, Any], device: str) -> None:
+        if said["version"] != _VERSION:
+            raise ValueError(f"version {said['version']}")
+        for each in said["attachments"]:
+            texts = None if each["texts"] is None else tuple(PolicyText(*text) for text in each["texts"])
+            policies = None if texts is None else own_policies(texts)
+            attachment = Attachment(
+                int(each["ifindex"]), endpoint_of(each["endpoint"], device), str(each["owner"]), texts, policies
+            )
+            self.by_ifindex[attachment.ifindex] = attachment
+        for container, engine, endpoint in said["containers"]:
+            self.followed[container] = Followed(container, engine, endpoint_of(endpoint, device))
+        self.sysctls = {str(path): str(value) for path, value in said["sysctls"].items()}
+
+    def _unreadable(self, why: str) -> ControlError:
+        return ControlError(f"{self._path}, which says what was attached, cannot be read ({why}): remove it to start without")
+
+
+def own_network_namespace() -> int:
+    """Its inode, by which network namespaces are told apart (namespaces(7))."""
+    return Path("/proc/self/ns/net").stat().st_ino
+
+
+def runs_directory(network_namespace: int) -> Path:
+    """Where the agent lives that only serves runs of this network namespace."""
+    return Path(f"/run/namegate-runs/{network_namespace}")
+
+
+def runs_socket(network_namespace: int) -> Path:
+    return runs_directory(network_namespace) / "control.sock"
+
+
+def own_policies(texts: Iterable[PolicyText]) -> tuple[Policy, ...]:
+    """Raises PolicyError with the mistakes of all texts. Whom they select is of no account: they are for this one endpoint."""
+    origin = Origin("its own policies", 1)
+    from_host = Rule(Direction.INGRESS, peers=(Entity.HOST,), ports=None, origin=origin)
+    closed = Policy("closed", LabelSelector(), (from_host,), default_deny_egress=True, default_deny_ingress=True, origin=origin)
+    policies, mistakes = [closed], list[Mistake]()
+    for text in texts:
+        reading = read_policy_text(text.name, text.text.encode())
+        mistakes += reading.mistakes
+        policies += reading.policies
+    if mistakes:
+        raise PolicyError(mistakes)
+    return tuple(policies)

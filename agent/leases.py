@@ -1,0 +1,140 @@
+"""Attachments that live as long as a connection: what becomes of one endpoint's traffic, told to who holds the connection.
+
+Rule 1: a lease is told of what is denied, audited or failed, each thing at most once in REPEAT_AFTER_S. A reader that stands
+still (a job that was stopped) costs no more than LINES_MAX lines; what does not fit is counted and told.
+Rule 2: the summary counts everything, of at most KINDS_MAX different names and destinations each; those beyond are a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from agent.core.types import PROTOCOL_NAMES
+
+REPEAT_AFTER_S: Final = 10.0
+LINES_MAX: Final = 1_000
+KINDS_MAX: Final = 1_000
+
+Row = dict[str, Any]
+_Key = tuple[object, ...]
+
+# What clients ask for; another type is written as RFC 3597 does.
+_TYPES: Final[Mapping[object, str]] = {1: "A", 28: "AAAA", 64: "SVCB", 65: "HTTPS", 33: "SRV", 15: "MX", 16: "TXT", 12: "PTR"}
+_PORTLESS: Final = frozenset({"icmp", "icmpv6"})
+
+
+class Lease:
+    """endpoint, ifindex: of what is leased. first: the answer to `attach`. end: called once, when the owner's side has ended,
+    before the summary is made.
+    """
+
+    def __init__(
+        self,
+        endpoint: int,
+        ifindex: int,
+        first: Row,
+        clock: Callable[[], float],
+        end: Callable[[Lease], Awaitable[None]],
+    ) -> None:
+        self.endpoint = endpoint
+        self.ifindex = ifindex
+        self.first = first
+        self._clock = clock
+        self._end = end
+        self._lines: asyncio.Queue[Row] = asyncio.Queue(LINES_MAX)
+        self._lost = 0
+        self._told_at: dict[_Key, float] = {}
+        self._names: dict[_Key, int] = {}  # name, verdict
+        self._drops: dict[_Key, Row] = {}
+        self._allow: dict[str, None] = {}
+        self._unlisted = 0
+
+    async def lines(self) -> AsyncIterator[Row]:
+        """What is told while the lease lives; ends with its reader."""
+        while True:
+            line = await self._lines.get()
+            lost, self._lost = self._lost, 0
+            if lost:
+                yield {"fact": {"kind": "lost", "count": lost}}
+            yield line
+
+    async def end(self) -> Row:
+        """The last line."""
+        await self._end(self)
+        names = [{"name": name, "verdict": verdict, "count": count} for (name, verdict), count in self._names.items()]
+        drops = list(self._drops.values())
+        return {"summary": {"names": names, "drops": drops, "allow": list(self._allow), "unlisted": self._unlisted}}
+
+    # --- what is told --------------------------------------------------------------------------------------------------
+
+    def take_question(self, fields: Mapping[str, object]) -> None:
+        """Of a question's fact; one that could not be read has no name."""
+        name, verdict = fields.get("name"), _verdict(fields)
+        if name is None or verdict is None:
+            return
+        key = name, verdict
+        if key not in self._names and len(self._names) >= KINDS_MAX:
+            self._unlisted += 1
+        else:
+            self._names[key] = self._names.get(key, 0) + 1
+        if verdict == "allowed":
+            return
+        allow = None if verdict == "failed" else str(name).rstrip(".") or "."
+        why = "no policy allows this name" if allow is not None else fields.get("why")
+        kind = _TYPES.get(fields.get("type"), f"TYPE{fields.get('type')}")
+        fact = {"kind": "question", "name": name, "type": kind, "verdict": verdict, "why": why}
+        self._tell(key, fact, allow)
+
+    def take_drop(self, drop: Mapping[str, Any]) -> None:
+        """Of a row of `drops`; what a peer sent is not the workload's doing."""
+        if drop["direction"] != "egress":
+            return
+        said = {key: drop[key] for key in ("protocol", "destination", "port", "names", "audited")}
+        said["why"] = drop["why"] or drop["reason"]
+        key = drop["protocol"], drop["destination"], drop["port"], drop["audited"]
+        if key in self._drops:
+            self._drops[key]["count"] += 1
+        elif len(self._drops) < KINDS_MAX:
+            self._drops[key] = {**said, "count": 1}
+        else:
+            self._unlisted += 1
+        self._tell(key, {"kind": "drop", **said}, _entry(drop))
+
+    def _tell(self, key: _Key, fact: Row, allow: str | None) -> None:
+        if allow is not None and len(self._allow) < KINDS_MAX:
+            self._allow[allow] = None
+        at = self._clock()
+        if at < self._told_at.get(key, at):
+            return
+        if len(self._told_at) >= KINDS_MAX:
+            self._told_at.clear()
+        self._told_at[key] = at + REPEAT_AFTER_S
+        try:
+            self._lines.put_nowait({"fact": {**fact, "allow": allow}})
+        except asyncio.QueueFull:
+            self._lost += 1
+
+
+def _verdict(fields: Mapping[str, object]) -> str | None:
+    outcome = fields.get("outcome")
+    if outcome == "denied":
+        return "denied"
+    if fields.get("verdict") == "audited":
+        return "audited"
+    return {"released": "allowed", "failed": "failed"}.get(str(outcome))
+
+
+def _entry(drop: Mapping[str, Any]) -> str | None:
+    """The line of a list that would let this pass; None where none would (a denial, a false source, a broken packet)."""
+    protocol, port = drop["protocol"], drop["port"]
+    if drop["why"] is None or drop["rule"] != "no rule" or protocol not in PROTOCOL_NAMES.values():
+        return None
+    names = drop["names"]
+    target = names[0].rstrip(".") if names else drop["destination"]
+    if protocol in _PORTLESS:
+        return f"{target}/icmp"
+    if ":" in target:
+        target = f"[{target}]"
+    return f"{target}:{port}/{protocol}"
