@@ -150,20 +150,6 @@ class Attachments:
         return ControlError(f"{self._path}, which says what was attached, cannot be read ({why}): remove it to start without")
 
 
-def own_network_namespace() -> int:
-    """Its inode, by which network namespaces are told apart (namespaces(7))."""
-    return Path("/proc/self/ns/net").stat().st_ino
-
-
-def runs_directory(network_namespace: int) -> Path:
-    """Where the agent lives that only serves runs of this network namespace."""
-    return Path(f"/run/namegate-runs/{network_namespace}")
-
-
-def runs_socket(network_namespace: int) -> Path:
-    return runs_directory(network_namespace) / "control.sock"
-
-
 def own_policies(texts: Iterable[PolicyText]) -> tuple[Policy, ...]:
     """Raises PolicyError with the mistakes of all texts. Whom they select is of no account: they are for this one endpoint."""
     origin = Origin("its own policies", 1)

@@ -110,6 +110,23 @@ class EndpointSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ContainerSettings:
+    """One of `containers`: the containers of an engine that are policed.
+
+    engine: its socket. select: labels that a container must have, all of them; none: every container of this engine. labels: of
+    the endpoint besides the container's own. audit, learn, denied: as of `endpoints`. line: where it stands in the file.
+    """
+
+    engine: Path
+    select: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    audit: bool = False
+    learn: Learn = Learn.SHARED
+    denied: Denied = Denied.ANSWER
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DnsSettings:
     """`dns`.
 
@@ -263,6 +280,7 @@ class Config:
 
     file: str = ""
     endpoints: tuple[EndpointSettings, ...] = ()
+    containers: tuple[ContainerSettings, ...] = ()
     policies: tuple[str, ...] = ()
     dns: DnsSettings = DnsSettings()
     gate: GateSettings = GateSettings()
@@ -365,11 +383,11 @@ def policy_files(policies: Iterable[str]) -> tuple[Path, ...]:
 
 
 def _config(root: Field, path: Path, resolv_conf: Path) -> Config:
-    keys = ("endpoints", "policies", "dns", "gate", "control", "datapath", "limits", "testing")
+    keys = ("endpoints", "policies", "containers", "dns", "gate", "control", "datapath", "limits", "testing")
     entries = _entries(root, keys, required=keys[:2])
     base = path.absolute().parent
     datapath = _datapath(entries.get("datapath"), base)
-    endpoints = _endpoints(entries.get("endpoints"), datapath.device)
+    endpoints = _endpoints(entries.get("endpoints"), datapath.device, is_all="containers" not in entries)
     dns = _dns(entries.get("dns"), root, base, resolv_conf)
     sentence = asking_ourselves(dns.upstreams, endpoints, _is_loopback)
     if sentence is not None:
@@ -377,6 +395,7 @@ def _config(root: Field, path: Path, resolv_conf: Path) -> Config:
     return Config(
         file=str(path),
         endpoints=endpoints,
+        containers=_containers(entries.get("containers"), base),
         policies=_policies(entries.get("policies"), base),
         dns=dns,
         gate=_gate(entries.get("gate")),
@@ -388,11 +407,11 @@ def _config(root: Field, path: Path, resolv_conf: Path) -> Config:
     )
 
 
-def _endpoints(entry: Field | None, device: str) -> tuple[EndpointSettings, ...]:
+def _endpoints(entry: Field | None, device: str, *, is_all: bool) -> tuple[EndpointSettings, ...]:
     if entry is None:
         return ()
     items = entry.items()
-    if items == []:
+    if items == [] and is_all:
         entry.caution("no endpoint: only what `namegate attach` names is policed")
     elif len(items or ()) > ENDPOINTS_MAX:
         entry.mistake(f"more than {ENDPOINTS_MAX} endpoints")
@@ -434,6 +453,25 @@ def _endpoint(item: Field, device: str) -> EndpointSettings:
         denied=_word(entries.get("denied"), Denied.ANSWER),
         line=item.line,
     )
+
+
+def _containers(entry: Field | None, base: Path) -> tuple[ContainerSettings, ...]:
+    containers = []
+    for item in _items(entry):
+        keys = ("engine", "select", "labels", "audit", "learn", "denied")
+        entries = _entries(item, keys, required=keys[:1])
+        containers.append(
+            ContainerSettings(
+                engine=_path(entries.get("engine"), base, Path()),
+                select=_labels(entries.get("select")),
+                labels=_labels(entries.get("labels")),
+                audit=_truth(entries.get("audit"), False),
+                learn=_word(entries.get("learn"), Learn.SHARED),
+                denied=_word(entries.get("denied"), Denied.ANSWER),
+                line=item.line,
+            )
+        )
+    return tuple(containers)
 
 
 def endpoint_of(said: Mapping[str, object], device: str) -> EndpointSettings:

@@ -23,19 +23,13 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from pathlib import Path
 from typing import IO, Final
 
-from agent.attachments import (
-    COMMAND,
-    LEASE,
-    Attachment,
-    Attachments,
-    PolicyText,
-    own_network_namespace,
-    own_policies,
-)
+from agent.attaching import Attaching
+from agent.attachments import Attachments
 from agent.compiled import is_in_use
-from agent.config import ENDPOINT_KEYS, Cname, Config, ConfigError, DeniedAnswer, OnFailure, endpoint_of, policy_files
+from agent.config import Cname, Config, DeniedAnswer, OnFailure, policy_files
 from agent.control import ControlError
 from agent.control.listings import Listings, Row, counts
+from agent.control.runs import own_network_namespace
 from agent.core.barrier import row_text
 from agent.core.engine import SOURCES, Engine
 from agent.core.events import (
@@ -82,12 +76,10 @@ from agent.documents.remarks import Mistake, PolicyError
 from agent.history_file import HistoryFile
 from agent.holder.client import HolderLink
 from agent.hooks import NOT_YET, Hooks
-from agent.host import forwarding
 from agent.host.endpoints import HostEndpoints
 from agent.host.interfaces import Interfaces, links
 from agent.host.watch import NetworkWatch
 from agent.injection import Injection, row_of
-from agent.leases import Lease
 from agent.policy.files import read_policies
 from agent.state import Journal
 
@@ -113,10 +105,6 @@ JOURNAL_GROWTH = 4
 LOOK_AGAIN_AFTER_S = 0.2
 LOOK_PAUSE_LOOKS = 4
 COLLECT_EVERY_S = 10.0
-# Who holds a lease connects again when the agent has started anew; until then it is policed as before.
-LEASE_KEPT_S = 5.0
-IDLE_S = 2.0
-ATTACH_S_MAX = 30.0
 # At an orderly stop, for the questions that are open: most upstreams answer in less.
 DRAIN_S_MAX = 0.5
 JOURNAL_SLACK_LINES = 10_000
@@ -139,7 +127,6 @@ class Start:
     records: tuple[Record, ...] | None
     interfaces: Interfaces
     endpoints: HostEndpoints
-    attachments: Attachments
     policies: tuple[Policy, ...]
 
 
@@ -153,6 +140,7 @@ class Shell:
         config: Config,
         datapath: Datapath,
         journal: Journal,
+        attachments: Attachments,
         start_refused: Callable[[str], None],
         idle: Callable[[], None] | None,
         holder: HolderLink | None,
@@ -161,7 +149,6 @@ class Shell:
         self._datapath = datapath
         self._journal: Journal | None = journal
         self._start_refused = start_refused
-        self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._engine = Engine(_settings(config), now(), config.testing.known_bad)
         self._engine.proxy.is_watched = log.isEnabledFor(logging.DEBUG)
@@ -179,21 +166,20 @@ class Shell:
         self._upstreams = Upstreams(self._loop, config.datapath.mark, self._desk.take, mixes_case=config.dns.randomize_case)
         self._replies: list[SendReply] = []
         self._questions: list[AskUpstream] = []
-        self._hooks = Hooks(self._loop, datapath, self._engine.groups.endpoints)
+        self.hooks = Hooks(self._loop, datapath, self._engine.groups.endpoints)
         self._compact_at = 0  # lines of the journal
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._tickets: dict[Hashable, asyncio.Future[str | None]] = {}
         self._drops: collections.deque[Row] = collections.deque(maxlen=DROPS_KEPT)
         self._drops_again: asyncio.TimerHandle | None = None
-        self._host_endpoints = HostEndpoints(())
+        self.host_endpoints = HostEndpoints(())
         self._host_addresses: frozenset[Address] = frozenset()
         self._wrong: dict[str, str] = {}  # interface -> why it is not policed as meant
         self._watch: NetworkWatch | None = None
         self._looking: asyncio.Task[None] | None = None
         self._lookers: list[asyncio.Future[None]] = []  # who waits for a look that has not begun
-        self._attachments: Attachments | None = None
-        self._leases: dict[int, Lease] = {}  # by endpoint
+        self._attaching = Attaching(self, attachments, config.containers, config.datapath.device, now, idle)
         self._must_look_again = False
         self._vanished: set[int] = set()  # interfaces, whether they are back or not
         self._is_hearing = False
@@ -212,17 +198,15 @@ class Shell:
         self._hear_drops()
         if start.records is not None:
             self._take([Restored(start.records, self._datapath.rows())])
-        self._host_endpoints = start.endpoints
-        self._attachments = start.attachments
-        is_leased = any(each.owner == LEASE for each in start.attachments.by_ifindex.values())
-        self._loop.call_later(LEASE_KEPT_S if is_leased else IDLE_S, self._drop_unclaimed)
+        self.host_endpoints = start.endpoints
         self._compare(start.interfaces)
         self._take([PoliciesChanged(start.policies, _START)])
-        self._take([SourceReported(source) for source in sorted(SOURCES)])
+        self._take([SourceReported(source) for source in sorted(SOURCES - {"containers"})])
         if self._holder is None or not self._holder.is_there:
             self._hear()
-        self._watch = NetworkWatch(self._loop, self._look_around)
-        self._look_around()  # what was seen before the programs were built may be long ago
+        self._watch = NetworkWatch(self._loop, self.look_around)
+        self._attaching.start(lambda: self._take([SourceReported("containers")]))
+        self.look_around()  # what was seen before the programs were built may be long ago
         # A full pass of the collector over a million addresses would stop the one thread for half a second. The core makes no
         # reference cycles; what the libraries make is young when it dies, and what lives is looked at once.
         gc.disable()
@@ -256,8 +240,9 @@ class Shell:
         if self._history is not None:
             await self._history.stop()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """The kernel goes on enforcing."""
+        await self._attaching.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._watch is not None:
@@ -265,7 +250,7 @@ class Shell:
             gc.enable()
         if self._looking is not None:
             self._looking.cancel()
-        self._hooks.close()
+        self.hooks.close()
         self._loop.remove_reader(self._datapath.events_fd)
         if self._drops_again is not None:
             self._drops_again.cancel()
@@ -336,7 +321,7 @@ class Shell:
                     case PassOverFlows():
                         self._engine.handle(FlowsSeen(effect.pass_number, self._datapath.flow_identities()), at)
                     case Attach() | Detach():
-                        self._hooks.change(effect)
+                        self.hooks.change(effect)
                     case Settled():
                         self._settle(effect)
                     case Fact():
@@ -438,8 +423,8 @@ class Shell:
 
     def _report(self, fact: Fact) -> None:
         endpoint = fact.fields.get("endpoint")
-        if fact.kind == "question" and isinstance(endpoint, int) and endpoint in self._leases:
-            self._leases[endpoint].take_question(fact.fields)
+        if fact.kind == "question" and isinstance(endpoint, int) and endpoint in self._attaching.leases:
+            self._attaching.leases[endpoint].take_question(fact.fields)
         is_usual = fact.kind == "question" and fact.fields.get("outcome") == "released"
         level = logging.DEBUG if is_usual else logging.INFO
         if fact.is_for_log and log.isEnabledFor(level):
@@ -447,18 +432,26 @@ class Shell:
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
-    def _look_around(self) -> None:
+    def look_around(self) -> None:
         """The network changed: look what is there, without holding up DNS. One look at a time."""
         if self._looking is not None:
             self._must_look_again = True
             return
         self._looking = self._loop.create_task(self._look())
 
-    async def _look_now(self) -> None:
+    def problem_of(self, interface: str) -> str | None:
+        """Why it is not policed as meant, as of the last look."""
+        return self._wrong.get(interface)
+
+    def watch(self, endpoint: int, *, is_watched: bool) -> None:
+        """Every one of its questions is a fact from now on, or only what is unusual."""
+        (self._engine.proxy.watched.add if is_watched else self._engine.proxy.watched.discard)(endpoint)
+
+    async def look_now(self) -> None:
         """Returns when the engine has been told of all that is so by now."""
         looked = self._loop.create_future()
         self._lookers.append(looked)
-        self._look_around()
+        self.look_around()
         await looked
 
     async def _look(self) -> None:
@@ -492,10 +485,8 @@ class Shell:
 
         An address that goes from one endpoint to another is taken from the one before the other gets it.
         """
-        if self._attachments is not None:
-            there = {link.ifindex for link in interfaces.links.values()} - set(vanished)
-            self._attachments.remove(self._attachments.by_ifindex.keys() - there)
-        present = self._host_endpoints.look(interfaces, vanished)
+        self._attaching.keep_only({link.ifindex for link in interfaces.links.values()} - set(vanished))
+        present = self.host_endpoints.look(interfaces, vanished)
         for interface, reason in present.wrong.items():
             if self._wrong.get(interface) != reason:
                 log.warning("%s", reason)
@@ -537,16 +528,20 @@ class Shell:
         for event in events:
             drop = _drop(event, listings)
             self._drops.append(drop)
-            if event.endpoint in self._leases:
-                self._leases[event.endpoint].take_drop(drop)
+            if event.endpoint in self._attaching.leases:
+                self._attaching.leases[event.endpoint].take_drop(drop)
             if event.reason in _CLAIMS and event.direction is Direction.EGRESS and event.endpoint is not None:
-                must_look |= self._host_endpoints.claim(event.endpoint, event.source)
+                must_look |= self.host_endpoints.claim(event.endpoint, event.source)
         if must_look:
-            self._look_around()
+            self.look_around()
         return len(events)
 
-    def _shown_drops(self) -> list[Row]:
+    def read_drops(self) -> None:
+        """What a person asks for is what has come by then."""
         self._read_drops(DROPS_READ_TO_SHOW_MAX)
+
+    def _shown_drops(self) -> list[Row]:
+        self.read_drops()
         return list(self._drops)
 
     # --- people ----------------------------------------------------------------------------------------------------------
@@ -574,7 +569,9 @@ class Shell:
         if command == "hello":
             return {"network_namespace": own_network_namespace()}
         if command == "attach":
-            return await self._attach(arguments)
+            return await self._attaching.attach(arguments)
+        if command == "detach" and arguments.get("container"):
+            return await self._attaching.unfollow(str(arguments["container"]))
         if command == "detach":
             return await self._release(str(arguments.get("interface")))
         if command == "inject" and self._config.testing.enabled:
@@ -584,7 +581,7 @@ class Shell:
     async def _endpoint_rows(self) -> list[Row]:
         rows = Listings(self._engine, now()).endpoints()
         hooks = [self._engine.groups.endpoints[int(str(row["endpoint"]))].added for row in rows]
-        states = await self._hooks.states([(added.ifindex, added.orientation) for added in hooks])
+        states = await self.hooks.states([(added.ifindex, added.orientation) for added in hooks])
         for row, state in zip(rows, states, strict=True):
             if state is not HookState.FIRST:
                 row["state"] = state.sentence
@@ -600,10 +597,11 @@ class Shell:
         reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
         endpoints = await self._endpoint_rows()
         reasons += await self._unprotected()
+        reasons += [problem for problems in self._attaching.problems.values() for problem in problems]
         reasons += [
             f"{row['interface']}: {row['state']}"
             for row in endpoints
-            if row["state"] not in _SOUND and row["endpoint"] in self._hooks.attached
+            if row["state"] not in _SOUND and row["endpoint"] in self.hooks.attached
         ]
         reasons += await asyncio.to_thread(self._datapath.gate_problems)
         reasons += self._foreign_rows()
@@ -630,7 +628,7 @@ class Shell:
 
     async def _unprotected(self) -> list[str]:
         """What is not policed as meant; also interfaces that came this moment, so the kernel is asked which there are."""
-        there = self._host_endpoints.matching(await asyncio.to_thread(links))
+        there = self.host_endpoints.matching(await asyncio.to_thread(links))
         endpoints = self._engine.groups.endpoints
         noticed = {endpoint.added.ifindex for endpoint in endpoints.values()}
         said = dict(self._wrong)
@@ -638,7 +636,7 @@ class Shell:
             if link.ifindex not in noticed:
                 said.setdefault(name, f"{name} is unprotected: {NOT_YET.reason}")
         for number, endpoint in endpoints.items():
-            problem = self._hooks.problem_of(number)
+            problem = self.hooks.problem_of(number)
             if problem is not None:
                 said[endpoint.added.interface] = f"{endpoint.added.interface} is unprotected: {problem}"
         return list(said.values())
@@ -681,12 +679,12 @@ class Shell:
         except PolicyError as error:
             raise ControlError(f"refused, the policies in force stay:\n{error}", 1) from None
         changed = policies != self._engine.groups.policies
-        problem = await self._judged(policies, timeout if arguments.get("wait") else 0)
+        problem = await self.judged(policies, timeout if arguments.get("wait") else 0)
         if problem is not None:
             raise ControlError(f"refused, the policies in force stay: {problem}", 1)
         return {"policies": len(policies), "changed": changed, "open": self._open()}
 
-    async def _judged(self, policies: tuple[Policy, ...] | None, patience_s: float) -> str | None:
+    async def judged(self, policies: tuple[Policy, ...] | None, patience_s: float) -> str | None:
         """Every endpoint there is now is judged by these policies (None: by those there are), or why it is not.
 
         patience_s: 0 does not wait for what takes longer than this moment.
@@ -710,109 +708,12 @@ class Shell:
         added = next((e.added for e in self._engine.groups.endpoints.values() if e.added.interface == interface), None)
         if added is None:
             raise ControlError(f"{interface} is no endpoint: `namegate endpoints` shows those that are", 1)
-        self._host_endpoints.release(added.ifindex)
-        if self._attachments is not None:
-            self._attachments.remove([added.ifindex])
-        await self._look_now()
-        await self._hooks.at_rest()
-        (state,) = await self._hooks.states([(added.ifindex, added.orientation)])
+        await self._attaching.detach(added.ifindex)
+        await self.hooks.at_rest()
+        (state,) = await self.hooks.states([(added.ifindex, added.orientation)])
         if state is not HookState.ABSENT:
             raise ControlError(f"{interface} cannot be let go: the log says why, and `namegate endpoints` what it is", 1)
         return {"interface": interface}
-
-    # --- attachments -----------------------------------------------------------------------------------------------------
-
-    async def _attach(self, arguments: Mapping[str, object]) -> Row | Lease:
-        """Answered when the interface is policed as was said; refused, nothing is left of it."""
-        assert self._attachments is not None, "people are heard after the start"
-        attachment, is_forwarding = await self._attachment(arguments), arguments.get("forwarding") is True
-        before = self._attachments.by_ifindex.get(attachment.ifindex)
-        self._attachments.put(attachment)
-        self._host_endpoints.take_back(attachment.ifindex)
-        try:
-            number = await self._police(attachment)
-            has_ipv6 = is_forwarding and await self._forward(attachment.settings.interface)
-        except BaseException:
-            if self._attachments.by_ifindex.get(attachment.ifindex) is attachment:
-                self._attachments.restore(attachment.ifindex, before)
-                self._look_around()
-            raise
-        answer: Row = {"endpoint": number, "interface": attachment.settings.interface}
-        if attachment.owner != LEASE:
-            return answer
-        lease = Lease(number, attachment.ifindex, {**answer, "ipv6": has_ipv6}, now, self._end_lease)
-        self._leases[number] = lease
-        self._engine.proxy.watched.add(number)
-        return lease
-
-    async def _attachment(self, arguments: Mapping[str, object]) -> Attachment:
-        try:
-            settings = endpoint_of({key: arguments.get(key) for key in ENDPOINT_KEYS}, self._config.datapath.device)
-            texts = _policy_texts(arguments.get("policies"))
-            policies = None if texts is None else own_policies(texts)
-        except ConfigError as error:
-            raise ControlError("; ".join(f"{each.field}: {each.message}" for each in error.mistakes), 1) from None
-        except PolicyError as error:
-            raise ControlError(str(error), 1) from None
-        link = (await asyncio.to_thread(links)).get(settings.interface)
-        if link is None:
-            raise ControlError(
-                f"there is no interface {settings.interface} in this network namespace (`ip link` shows them)", 1
-            )
-        return Attachment(link.ifindex, settings, LEASE if arguments.get("lease") is True else COMMAND, texts, policies)
-
-    async def _police(self, attachment: Attachment) -> int:
-        """The endpoint's number, when it is enforced."""
-        interface = attachment.settings.interface
-        await self._look_now()
-        number = self._host_endpoints.number_of(attachment.ifindex)
-        if number is None:
-            raise ControlError(self._wrong.get(interface, f"{interface} went while it was attached"), 1)
-        problem = await self._judged(None, ATTACH_S_MAX)
-        if problem is None:
-            await self._hooks.at_rest()
-            problem = self._hooks.problem_of(number)
-        if problem is not None:
-            raise ControlError(f"{interface} is not enforced: {problem}", 1)
-        return number
-
-    async def _forward(self, interface: str) -> bool:
-        """Has it IPv6 to the outside?"""
-        assert self._attachments is not None
-        try:
-            changed, has_ipv6 = await asyncio.to_thread(forwarding.enable, interface)
-        except OSError as error:
-            raise ControlError(f"forwarding cannot be turned on for {interface}: {error.strerror}", 1) from None
-        if changed:
-            self._attachments.sysctls = {**changed, **self._attachments.sysctls}
-            self._attachments.save()
-        return has_ipv6
-
-    async def _end_lease(self, lease: Lease) -> None:
-        self._read_drops(DROPS_READ_TO_SHOW_MAX)
-        if self._leases.get(lease.endpoint) is lease:
-            del self._leases[lease.endpoint]
-            self._engine.proxy.watched.discard(lease.endpoint)
-            self._drop_unclaimed()
-
-    def _drop_unclaimed(self) -> None:
-        """Leases that nobody holds; where none is left, so are the switches that were turned for them."""
-        assert self._attachments is not None
-        claimed = {lease.ifindex for lease in self._leases.values()}
-        leased = {each.ifindex for each in self._attachments.by_ifindex.values() if each.owner == LEASE}
-        if leased - claimed:
-            self._attachments.remove(leased - claimed)
-            self._look_around()
-        if not claimed:
-            forwarding.put_back(self._attachments.sysctls)
-            self._attachments.sysctls = {}
-            self._attachments.save()
-            if self._idle is not None:
-                self._loop.call_later(IDLE_S, self._end_if_idle)
-
-    def _end_if_idle(self) -> None:
-        if self._idle is not None and not self._leases:
-            self._idle()
 
     def _open(self) -> list[str]:
         """Interfaces that no policy closes in any direction."""
@@ -844,14 +745,6 @@ def policies_at(paths: Iterable[str]) -> tuple[Policy, ...]:
     if mistakes:
         raise PolicyError(mistakes)
     return tuple(read_policies(tuple(files)))
-
-
-def _policy_texts(given: object) -> tuple[PolicyText, ...] | None:
-    if given is None:
-        return None
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise ControlError("`policies` is a list of objects with `name` and `text`")
-    return tuple(PolicyText(str(each.get("name", "policy")), str(each.get("text", ""))) for each in given)
 
 
 def _seconds(given: object) -> float:

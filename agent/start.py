@@ -80,8 +80,8 @@ def run(config: Config, *, is_for_runs: bool = False) -> int:
             device = settings.interception_device
             never = device.name, device.peer
             host_endpoints = HostEndpoints(config.endpoints, records or (), never, attachments.by_ifindex)
-            start = Start(records, interfaces, host_endpoints, attachments, tuple(policies))
-            exit_code = asyncio.run(_serve(config, start, datapath, journal, lock, ends_when_idle=is_for_runs))
+            start = Start(records, interfaces, host_endpoints, tuple(policies))
+            exit_code = asyncio.run(_serve(config, start, datapath, journal, attachments, lock, ends_when_idle=is_for_runs))
         if exit_code == _ENDED_IDLE:
             cleanup(settings)
             for path in config.control.socket.parent.iterdir():
@@ -130,6 +130,7 @@ async def _serve(
     start: Start,
     datapath: Datapath,
     journal: Journal,
+    attachments: Attachments,
     lock: AgentLock,
     *,
     ends_when_idle: bool,
@@ -158,7 +159,8 @@ async def _serve(
 
     loop.set_exception_handler(give_up)
     holder = HolderLink(config.control.socket, config.datapath.mark, config.dns.holder_patience) if config.dns.holder else None
-    shell = Shell(config, datapath, journal, refused, partial(stop, _ENDED_IDLE) if ends_when_idle else None, holder)
+    idle = partial(stop, _ENDED_IDLE) if ends_when_idle else None
+    shell = Shell(config, datapath, journal, attachments, refused, idle, holder)
     server = ControlServer(config.control.socket, shell.answer, lock)
     await server.start()
     try:
@@ -175,7 +177,7 @@ async def _serve(
         return exit_code
     finally:
         await server.close()
-        shell.close()
+        await shell.close()
 
 
 def _warn_of_firewall(device: str) -> None:

@@ -211,7 +211,7 @@ def requirements() -> list[Requirement]:
     dependencies, extras = table["dependencies"], table["optional-dependencies"]
     assert isinstance(dependencies, list)
     assert isinstance(extras, dict)
-    return [Requirement(text) for text in [*dependencies, *extras["dev"]]]
+    return [Requirement(text) for text in [*dependencies, *(each for extra in extras.values() for each in extra)]]
 
 
 def test_the_lock_holds_what_the_project_asks_for() -> None:

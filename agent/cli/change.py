@@ -66,8 +66,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _for_runs() -> Config:
-    from agent.attachments import own_network_namespace, runs_directory
     from agent.config import ConfigError, for_runs
+    from agent.control.runs import own_network_namespace, runs_directory
 
     namespace = own_network_namespace()
     directory = runs_directory(namespace)

@@ -71,7 +71,7 @@ from agent.core.settings import Settings
 from agent.core.types import IDENTITY_LOCAL_FIRST, Address, LabelSet, Table
 
 # Sources of labels that have to speak before anything is judged (DECISIONS 10).
-SOURCES = frozenset({"state", "policies", "host", "endpoints"})
+SOURCES = frozenset({"state", "policies", "host", "endpoints", "containers"})
 # A pass reads the whole flow table; identities that wait for it cost a few rows, not correctness.
 FLOW_PASS_EVERY_S = 5.0
 # What is due at one time may be a great deal; a `Tick` does about 2 ms of it, and is due again at once for the rest.

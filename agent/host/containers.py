@@ -35,11 +35,10 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-from agent.config import Denied, EndpointSettings, Learn, is_label
+from agent.config import ContainerSettings, EndpointSettings, is_label
 from agent.core.types import Address, packed
 from agent.host.peers import Behind, NotPoliced, Peer, behind_file, behind_process
 from agent.host.watch import NetworkWatch
@@ -60,23 +59,6 @@ _RESOLV_CONF_BYTES_MAX: Final = 64 << 10
 _ASKED_FROM_HOST: Final = re.compile(r"^# ExtServers: \[.*\bhost\(([^)]*)\)", re.MULTILINE)
 
 Report = Callable[[str, Mapping[int, EndpointSettings] | None, Sequence[str]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerSettings:
-    """One of `containers`: the containers of an engine that are policed.
-
-    engine: its socket. select: labels that a container must have, all of them; none: every container of this engine. labels: of
-    the endpoint besides the container's own. audit, learn, denied: as of `endpoints`. line: where it stands in the file.
-    """
-
-    engine: Path
-    select: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    audit: bool = False
-    learn: Learn = Learn.SHARED
-    denied: Denied = Denied.ANSWER
-    line: int = 0
 
 
 class ContainerError(Exception):

@@ -5,9 +5,9 @@
     ─ ─ ─ ─ ─│─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ a pid, a network and a mount namespace of its own
              └ init (pid 1) ── COMMAND (pid 2) ── …
 
-Rule 1: everything of a run ends with a process. `init` ends with the runner (PR_SET_PDEATHSIG), all that runs in the pid namespace
-with `init`, the network namespace with its last process, the veth pair with the namespace; the nft table with the runner's
-netlink socket, the lease with its connection. Nobody has to tidy up, so nobody can fail to.
+Rule 1: everything of a run ends with a process. `init` ends with the runner (PR_SET_PDEATHSIG), all that runs in the pid
+namespace with `init`, the network namespace with its last process, the veth pair with the namespace; the nft table with the
+runner's netlink socket, the lease with its connection. Nobody has to tidy up, so nobody can fail to.
 Rule 2: COMMAND starts when the programs are on the interface and its policies in force, not before.
 Rule 3: what COMMAND can see of a terminal, of signals, of its user and of its environment is as without us, or is named in
 docs/run.md. The runner says nothing on a terminal while COMMAND runs.

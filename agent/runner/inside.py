@@ -58,8 +58,8 @@ _TIOCLINUX: Final = 0x541C
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """command: and its arguments. hidden: what is to be covered. has_own_group: COMMAND is to be the terminal's foreground by
-    itself (see terminal.py). signals: the caller's mask."""
+    """command: and its arguments. hidden: what is to be covered. terminal: its descriptor, or -1. has_own_group: COMMAND is
+    to be its foreground by itself (see terminal.py)."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -67,7 +67,6 @@ class Plan:
     hidden: Sequence[Path]
     terminal: int
     has_own_group: bool
-    signals: frozenset[signal.Signals]
 
 
 class Channel:
@@ -114,6 +113,9 @@ def _in_a_container(problem: OSError) -> str:
 def _be_init(channel: Channel, plan: Plan) -> NoReturn:
     try:
         kernel.die_with_parent()
+        # A first process is spared every signal that it has no handler for; Python has one.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         _prepare(channel, plan)
         message, _ = channel.hear()
         if not message["ipv6"]:
@@ -190,7 +192,9 @@ def _become(plan: Plan) -> NoReturn:
     try:
         if plan.has_own_group:
             os.setpgid(0, 0)
-            os.tcsetpgrp(plan.terminal, os.getpgrp())  # SIGTTOU is blocked
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+            os.tcsetpgrp(plan.terminal, os.getpgrp())
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _refuse_typing()
         kernel.keep_capabilities(_CAPABILITIES.values())
         who = plan.identity
@@ -203,7 +207,6 @@ def _become(plan: Plan) -> NoReturn:
         # Python ignores these two, and who is ignored in a program stays so in the next one.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, plan.signals)
         code, problem = _execute(plan.command, plan.environment)
     except Exception as error:  # noqa: BLE001 - the same
         code, problem = EXIT_OURS, f"{type(error).__name__}: {error}"
@@ -236,9 +239,9 @@ def _execute(command: Sequence[str], environment: Mapping[str, str]) -> tuple[in
     name = command[0]
     directories = environment.get("PATH", os.defpath).split(os.pathsep)
     problem = OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-    for path in [name] if "/" in name else [os.path.join(directory or ".", name) for directory in directories]:
+    for path in [name] if "/" in name else [f"{directory or '.'}/{name}" for directory in directories]:
         try:
-            os.execve(path, command, environment)
+            os.execve(path, [*command], environment)
         except OSError as error:
             if error.errno == errno.ENOEXEC:
                 os.execve("/bin/sh", ["sh", path, *command[1:]], environment)

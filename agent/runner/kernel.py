@@ -1,6 +1,6 @@
 """System calls that Python 3.11 has no function for, through the C library. Each raises OSError.
 
-    unshare(2), setns(2), mount(2), prctl(2), capget(2), signalfd(2)
+unshare(2), setns(2), mount(2), prctl(2), capget(2), signalfd(2)
 """
 
 from __future__ import annotations

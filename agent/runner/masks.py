@@ -1,9 +1,9 @@
 """What of the host's files is another one for COMMAND: name resolution's configuration, and sockets of those who would talk to
 the network, or start a program outside, for whoever asks.
 
-The network namespace has closed abstract sockets and everything that is no file. A socket that is a file is closed here, for the
-kinds that are known: its directory, or it, is covered by nothing in COMMAND's mount namespace. A directory also covers what is
-made in it later; a file that is made anew (a daemon restarts) is not covered any more. docs/run.md says so.
+The network namespace has closed abstract sockets and everything that is no file. A socket that is a file is closed here, for
+the kinds that are known: it, or its directory, is covered by an empty one in COMMAND's mount namespace. A directory also covers
+what is made in it later; a file that is made anew (a daemon restarts) is not covered any more. docs/run.md says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MASKED: Final = (
     ("/var/snap/lxd/common/lxd/unix.socket", "LXD starts containers"),
     ("/var/lib/lxd/unix.socket", "LXD starts containers"),
     ("/var/lib/incus/unix.socket", "Incus starts containers"),
-    ("/tmp/tmux-{uid}", "tmux types into the user's other terminals"),
+    ("/tmp/tmux-{uid}", "tmux types into the user's other terminals"),  # noqa: S108 - tmux's own choice
     ("/run/screen/S-{user}", "screen types into the user's other terminals"),
     ("/run/user/{uid}/emacs", "an Emacs server evaluates what it is sent"),
     ("/run/namegate", "the agent changes policies"),

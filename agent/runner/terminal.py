@@ -3,8 +3,8 @@
 COMMAND is in the runner's process group, so that a pipeline and the caller's shell have to do with one job as always: what the
 terminal sends (Ctrl-C, Ctrl-Z) reaches COMMAND by itself, and the runner keeps out of it. Two things need more:
 
-A COMMAND that makes a group of its own, as an interactive shell does, and wants to be the terminal's foreground, is stopped by the
-kernel for it (SIGTTOU), as the group it comes from has no number in its pid namespace and it cannot know that it is in the
+A COMMAND that makes a group of its own, as an interactive shell does, and wants to be the terminal's foreground, is stopped by
+the kernel for it (SIGTTOU), as the group it comes from has no number in its pid namespace and it cannot know that it is in the
 foreground. Who started it gives it the terminal then, as a shell does with its jobs.
 
 Where nobody else is in our group, no pipeline and no script, COMMAND gets a group of its own at once, as a shell would give it:
@@ -33,15 +33,13 @@ class Terminal:
         except OSError:
             self.fd = -1
         self._group = os.getpgrp()
-        self._given: int | None = None
 
     def is_ours_alone(self) -> bool:
         """Are we its foreground, is nobody else in our group, and do all three standard descriptors lead there?"""
         if self.fd < 0 or self._foreground() != self._group:
             return False
         try:
-            terminal = os.ttyname(self.fd) and {os.fstat(fd).st_rdev for fd in range(3) if os.isatty(fd)}
-            if not all(os.isatty(fd) for fd in range(3)) or len(terminal) != 1:
+            if not all(os.isatty(fd) for fd in range(3)) or len({os.fstat(fd).st_rdev for fd in range(3)}) != 1:
                 return False
         except OSError:
             return False
@@ -52,7 +50,6 @@ class Terminal:
         if group != self._group and self._foreground() == self._group:
             with contextlib.suppress(OSError):
                 os.tcsetpgrp(self.fd, group)
-                self._given = group
 
     def take_back(self, group: int | None = None) -> None:
         """From this group, or from one of which nobody is left."""

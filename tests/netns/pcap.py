@@ -51,7 +51,7 @@ def read(path: Path) -> Recording:
     """Read a capture file; ValueError when it is none, or not of Ethernet."""
     packets: list[Packet] = []
     other = not_understood = 0
-    for at_ns, frame in _frames(path.read_bytes()):
+    for at_ns, frame in frames(path):
         ether_type = int.from_bytes(frame[12:14], "big")
         if ether_type not in (0x0800, 0x86DD):
             other += 1
@@ -67,7 +67,9 @@ class _NotUnderstood(Exception):
     pass
 
 
-def _frames(data: bytes) -> Iterator[tuple[int, bytes]]:
+def frames(path: Path) -> Iterator[tuple[int, bytes]]:
+    """When and what, of every frame; ValueError when this is no capture of Ethernet."""
+    data = path.read_bytes()
     order = next((o for o in "<>" if len(data) >= 24 and struct.unpack_from(f"{o}I", data)[0] in _FRACTION_NS), None)
     if order is None:
         raise ValueError("not a capture file")

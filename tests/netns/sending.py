@@ -181,7 +181,7 @@ def send_from_internet(lab: Lab, frames: Sequence[bytes]) -> None:
 
 def send_from(lab: Lab, namespace: str, device: str, other: str, other_device: str, frames: Sequence[bytes]) -> None:
     """From one end of a link to the other; Ethernet addresses and the checksum of an IPv4 header are filled in."""
-    macs = _mac(lab, other, other_device) + _mac(lab, namespace, device)
+    macs = mac_of(lab, other, other_device) + mac_of(lab, namespace, device)
     sender = _start(lab, namespace, _FRAMES, device)
     said, _ = sender.communicate("\n".join((macs + summed(frame)[12:]).hex() for frame in frames), timeout=20)
     assert sender.returncode == 0, said
@@ -197,7 +197,7 @@ def summed(frame: bytes) -> bytes:
     return frame[:24] + struct.pack(">H", total ^ 0xFFFF) + frame[26:]
 
 
-def _mac(lab: Lab, namespace: str, device: str) -> bytes:
+def mac_of(lab: Lab, namespace: str, device: str) -> bytes:
     (link,) = json.loads(lab.run(namespace, "ip", "-j", "link", "show", "dev", device).stdout)
     return bytes.fromhex(link["address"].replace(":", ""))
 

@@ -1,0 +1,113 @@
+"""What a run says on standard error: lines that begin with `namegate: `.
+
+A terminal belongs to COMMAND while it runs (it may fill the screen), so there everything is said at the end. Into a pipe or a
+file, as in CI, each thing is said when it happens. Names come from the network and are written so that no terminal obeys them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from agent.cli.rows import cell_as_text
+
+Row = Mapping[str, Any]
+
+_VERDICTS = {"denied": "denied", "audited": "would be denied", "failed": "not answered"}
+
+
+class Report:
+    """wants_summary: all that was asked and what became of it, at the end; without it, only what was denied, and on a terminal
+    only then."""
+
+    def __init__(self, *, wants_summary: bool) -> None:
+        self._wants_summary = wants_summary
+        self._is_live = not os.isatty(2)
+        self._later: list[str] = []
+        self._is_started = False
+
+    def start(self) -> None:
+        """COMMAND runs from now on."""
+        self._is_started = True
+
+    def say(self, *lines: str) -> None:
+        if self._is_started and not self._is_live:
+            self._later += lines
+        else:
+            _write(lines)
+
+    def take(self, fact: Row) -> None:
+        if self._is_live:
+            _write([line_of(fact)])
+        elif fact["kind"] != "lost":
+            self._later.append(line_of(fact))
+
+    def finish(self, summary: Row | None) -> None:
+        """After the end of COMMAND, with the terminal ours again."""
+        if summary is not None and self._wants_summary:
+            self._later += summary_lines(summary)
+        elif not self._is_live and summary is not None and summary["allow"]:
+            self._later.append(f"to allow it: {allowing(summary['allow'])}")
+        _write(self._later)
+
+
+def line_of(fact: Row) -> str:
+    if fact["kind"] == "lost":
+        return f"{fact['count']} more could not be told"
+    if fact["kind"] == "question":
+        verdict = _VERDICTS.get(fact["verdict"], str(fact["verdict"]))
+        what = f"{_name(fact['name'])} ({cell_as_text(fact['type'])})"
+    else:
+        verdict, what = _VERDICTS["audited" if fact["audited"] else "denied"], _destination(fact)
+    why = f": {cell_as_text(fact['why'])}" if fact.get("why") else ""
+    remedy = f"; to allow it: {allowing([fact['allow']])}" if fact.get("allow") else ""
+    return f"{verdict}: {what}{why}{remedy}"
+
+
+def summary_lines(summary: Row) -> list[str]:
+    """Names first, as they were asked; then what was dropped; then what would allow it."""
+    counts = [f"{_times(each)}  {each['verdict']:<8} {_name(each['name'])}" for each in summary["names"]]
+    drops = [
+        f"{_times(each)}  {'audited' if each['audited'] else 'denied':<8} {_destination(each)}" for each in summary["drops"]
+    ]
+    lines = ["names asked:", *_indented(counts)] if counts else ["no name was asked"]
+    if drops:
+        lines += ["packets:", *_indented(drops)]
+    if summary["unlisted"]:
+        lines.append(f"and {summary['unlisted']} that are not listed")
+    if summary["allow"]:
+        lines += ["to allow what was denied:", *_indented(f"--allow {shlex.quote(cell_as_text(e))}" for e in summary["allow"])]
+    return lines
+
+
+def allowing(entries: Iterable[str]) -> str:
+    """As it is typed."""
+    return " ".join(f"--allow {shlex.quote(cell_as_text(entry))}" for entry in entries)
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _times(row: Row) -> str:
+    return f"{row['count']:>5} x"
+
+
+def _name(name: object) -> str:
+    return cell_as_text(name).rstrip(".") or "."
+
+
+def _destination(row: Row) -> str:
+    port = f" port {row['port']}/{row['protocol']}" if row["port"] else f" ({row['protocol']})"
+    names = f" ({', '.join(map(_name, row['names']))})" if row["names"] else ""
+    return f"{cell_as_text(row['destination'])}{cell_as_text(port)}{names}"
+
+
+def _write(lines: Iterable[str]) -> None:
+    octets = "".join(f"namegate: {line}\n" for line in lines).encode(errors="replace")
+    with contextlib.suppress(OSError):  # a terminal that was closed, a pipe without a reader: COMMAND's end is what counts
+        while octets:
+            octets = octets[os.write(2, octets) :]
