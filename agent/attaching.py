@@ -15,6 +15,7 @@ from agent.attachments import COMMAND, LEASE, Attachment, Attachments, Followed,
 from agent.config import ENDPOINT_KEYS, ConfigError, ContainerSettings, EndpointSettings, endpoint_of
 from agent.control import ControlError
 from agent.documents.remarks import PolicyError
+from agent.drops import Drops
 from agent.hooks import Hooks
 from agent.host import forwarding
 from agent.host.containers import ContainerError, ContainerWatch
@@ -29,20 +30,20 @@ POLICED_S_MAX: Final = 30.0
 
 
 class World(Protocol):
-    """What attaching needs of the shell. host_endpoints, hooks: whose they are. look_now: returns when the engine knows of all
+    """What attaching needs of the shell. host_endpoints, hooks, drops: theirs. look_now: returns when the engine knows of all
     that is there by now. judged: every endpoint of now is judged, or why not. problem_of: why this interface is no endpoint.
-    watch: every question of this endpoint is told to its lease from now on, or no longer. read_drops: those not read yet.
+    watch: every question of this endpoint is told to its lease from now on, or no longer.
     """
 
     host_endpoints: HostEndpoints
     hooks: Hooks
+    drops: Drops
 
     def look_around(self) -> None: ...
     async def look_now(self) -> None: ...
     async def judged(self, policies: None, patience_s: float) -> str | None: ...
     def problem_of(self, interface: str) -> str | None: ...
     def watch(self, endpoint: int, *, is_watched: bool) -> None: ...
-    def read_drops(self) -> None: ...
 
 
 class Attaching:
@@ -173,7 +174,7 @@ class Attaching:
         return has_ipv6
 
     async def _end(self, lease: Lease) -> None:
-        self._world.read_drops()
+        self._world.drops.read()
         if self.leases.get(lease.endpoint) is lease:
             del self.leases[lease.endpoint]
             self._world.watch(lease.endpoint, is_watched=False)

@@ -11,10 +11,8 @@ Rule 3: programs are attached by the engine's effect, after everything they read
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
-import datetime as dt
 import gc
 import json
 import logging
@@ -25,12 +23,10 @@ from typing import IO, Final
 
 from agent.attaching import Attaching
 from agent.attachments import Attachments
-from agent.compiled import is_in_use
 from agent.config import Cname, Config, DeniedAnswer, OnFailure, policy_files
 from agent.control import ControlError
-from agent.control.listings import Listings, Row, counts
+from agent.control.listings import Listings, Row
 from agent.control.runs import own_network_namespace
-from agent.core.barrier import row_text
 from agent.core.engine import SOURCES, Engine
 from agent.core.events import (
     AskerGone,
@@ -62,8 +58,8 @@ from agent.core.reconciler import BATCH_ROWS_MAX
 from agent.core.records import Record
 from agent.core.rules import Policy
 from agent.core.settings import Settings
-from agent.core.types import PROTOCOL_NAMES, Address, Direction, Table, Write, text_of
-from agent.datapath.abi import Loss, Reason
+from agent.core.types import Address, Direction, Write
+from agent.datapath.abi import Reason
 from agent.datapath.attach import HookState
 from agent.datapath.datapath import Datapath
 from agent.datapath.events import DropEvent
@@ -73,31 +69,19 @@ from agent.dns.sockets import Listeners
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
 from agent.documents.remarks import Mistake, PolicyError
+from agent.drops import Drops
 from agent.history_file import HistoryFile
 from agent.holder.client import HolderLink
-from agent.hooks import NOT_YET, Hooks
+from agent.hooks import Hooks
 from agent.host.endpoints import HostEndpoints
-from agent.host.interfaces import Interfaces, links
+from agent.host.interfaces import Interfaces
 from agent.host.watch import NetworkWatch
 from agent.injection import Injection, row_of
 from agent.policy.files import read_policies
 from agent.state import Journal
+from agent.status import Said, Status
 
 log = logging.getLogger("namegate")
-
-ENFORCING = "enforcing"
-AUDITED = "audited: everything passes"
-OPEN = "open: no policy closes it"
-_SOUND = frozenset({ENFORCING, AUDITED, OPEN})
-
-# Enough to answer "what was dropped just now"; the counters have the rest.
-DROPS_KEPT = 10_000
-# At once, and the pause after so many: a workload that floods what it is denied costs a question's answer a millisecond of
-# waiting, and the agent a hundredth of its time. Drops that do not fit in the ring meanwhile are counted as lost.
-DROPS_READ_MAX = 32
-DROPS_PAUSE_S = 0.1
-# Who asks for them gets what has come by then; 10 ms of it, under a flood.
-DROPS_READ_TO_SHOW_MAX = 512
 
 # Compacted when three of four lines say nothing any more: then it costs one line for each that is appended.
 JOURNAL_GROWTH = 4
@@ -109,7 +93,7 @@ COLLECT_EVERY_S = 10.0
 DRAIN_S_MAX = 0.5
 JOURNAL_SLACK_LINES = 10_000
 
-# What a packet says of its sender and the program does not believe: it may be the endpoint's own address, not known yet.
+# A packet said something of its sender that the program does not believe.
 _CLAIMS: Final = frozenset({Reason.DROP_SOURCE, Reason.DROP_NEIGHBOUR_CLAIM})
 
 _START = object()  # ticket of the policies of the start
@@ -171,8 +155,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._tickets: dict[Hashable, asyncio.Future[str | None]] = {}
-        self._drops: collections.deque[Row] = collections.deque(maxlen=DROPS_KEPT)
-        self._drops_again: asyncio.TimerHandle | None = None
+        self.drops = Drops(self._loop, datapath, self._listings, self._take_drop)
         self.host_endpoints = HostEndpoints(())
         self._host_addresses: frozenset[Address] = frozenset()
         self._wrong: dict[str, str] = {}  # interface -> why it is not policed as meant
@@ -187,7 +170,9 @@ class Shell:
         history_file = config.dns.history_file
         self._history = HistoryFile(history_file, self._engine.proxy.history) if history_file is not None else None
         self._trace: IO[str] | None = config.testing.trace.open("w") if config.testing.trace is not None else None
-        self._started_at = dt.datetime.now(dt.UTC)
+        self._status = Status(
+            config, self._engine, datapath, self.hooks, self._listings, lambda: self.host_endpoints, self._said
+        )
 
     def start(self, start: Start) -> None:
         """Say all that is known at start, then begin to hear. The last event attaches the programs."""
@@ -195,7 +180,7 @@ class Shell:
             self._history.load(now())
             self._history.start()
         self._datapath.set_dns_sockets(self._listeners.sockets())
-        self._hear_drops()
+        self.drops.start()
         if start.records is not None:
             self._take([Restored(start.records, self._datapath.rows())])
         self.host_endpoints = start.endpoints
@@ -251,9 +236,7 @@ class Shell:
         if self._looking is not None:
             self._looking.cancel()
         self.hooks.close()
-        self._loop.remove_reader(self._datapath.events_fd)
-        if self._drops_again is not None:
-            self._drops_again.cancel()
+        self.drops.close()
         self._upstreams.close()
         self._desk.close()
         if self._holder is not None:
@@ -428,7 +411,7 @@ class Shell:
         is_usual = fact.kind == "question" and fact.fields.get("outcome") == "released"
         level = logging.DEBUG if is_usual else logging.INFO
         if fact.is_for_log and log.isEnabledFor(level):
-            log.log(level, "%s", _sentence(fact, Listings(self._engine, now())))
+            log.log(level, "%s", _sentence(fact, self._listings()))
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
@@ -509,46 +492,22 @@ class Shell:
         events += changed.values()
         self._take(events)
 
-    # --- drops -----------------------------------------------------------------------------------------------------------
+    def _listings(self) -> Listings:
+        return Listings(self._engine, now())
 
-    def _hear_drops(self) -> None:
-        self._drops_again = None
-        self._loop.add_reader(self._datapath.events_fd, self._read_events)
-
-    def _read_events(self) -> None:
-        if self._read_drops(DROPS_READ_MAX) == DROPS_READ_MAX:
-            self._loop.remove_reader(self._datapath.events_fd)
-            self._drops_again = self._loop.call_later(DROPS_PAUSE_S, self._hear_drops)
-
-    def _read_drops(self, most: int) -> int:
-        """Says how many there were."""
-        listings = Listings(self._engine, now())
-        must_look = False
-        events = self._datapath.read_events(most)
-        for event in events:
-            drop = _drop(event, listings)
-            self._drops.append(drop)
-            if event.endpoint in self._attaching.leases:
-                self._attaching.leases[event.endpoint].take_drop(drop)
-            if event.reason in _CLAIMS and event.direction is Direction.EGRESS and event.endpoint is not None:
-                must_look |= self.host_endpoints.claim(event.endpoint, event.source)
-        if must_look:
+    def _take_drop(self, event: DropEvent, drop: Row) -> None:
+        if event.endpoint in self._attaching.leases:
+            self._attaching.leases[event.endpoint].take_drop(drop)
+        # It may be the endpoint's own address, not known yet.
+        is_claim = event.reason in _CLAIMS and event.direction is Direction.EGRESS
+        if is_claim and event.endpoint is not None and self.host_endpoints.claim(event.endpoint, event.source):
             self.look_around()
-        return len(events)
-
-    def read_drops(self) -> None:
-        """What a person asks for is what has come by then."""
-        self._read_drops(DROPS_READ_TO_SHOW_MAX)
-
-    def _shown_drops(self) -> list[Row]:
-        self.read_drops()
-        return list(self._drops)
 
     # --- people ----------------------------------------------------------------------------------------------------------
 
     async def answer(self, command: str, arguments: Mapping[str, object]) -> object:
         """One request of the control socket."""
-        listings = Listings(self._engine, now())
+        listings = self._listings()
         shows: dict[str, Callable[[], object]] = {
             "names": listings.names,
             "selectors": listings.selectors,
@@ -556,12 +515,12 @@ class Shell:
             "ipcache": listings.ipcache,
             "policy-map": listings.policy_map,
             "patterns": listings.patterns,
-            "drops": self._shown_drops,
+            "drops": self.drops.read,
         }
         if command == "status":
-            return await self._status()
+            return await self._status.whole()
         if command == "endpoints":
-            return await self._endpoint_rows()
+            return await self._status.endpoints()
         if command in shows:
             return shows[command]()
         if command == "apply":
@@ -578,97 +537,16 @@ class Shell:
             return self._inject(arguments)
         raise ControlError(f"the agent knows no command `{command}`")
 
-    async def _endpoint_rows(self) -> list[Row]:
-        rows = Listings(self._engine, now()).endpoints()
-        hooks = [self._engine.groups.endpoints[int(str(row["endpoint"]))].added for row in rows]
-        states = await self.hooks.states([(added.ifindex, added.orientation) for added in hooks])
-        for row, state in zip(rows, states, strict=True):
-            if state is not HookState.FIRST:
-                row["state"] = state.sentence
-            elif not row["default_deny"]:
-                row["state"] = OPEN
-            else:
-                row["state"] = AUDITED if row["audit"] else ENFORCING
-        return rows
-
-    async def _status(self) -> Row:
-        """Read from the kernel where the kernel can say it."""
-        listings = Listings(self._engine, now())
-        reasons = [f"source `{source}` has not reported" for source in sorted(self._engine.missing_sources)]
-        endpoints = await self._endpoint_rows()
-        reasons += await self._unprotected()
-        reasons += [problem for problems in self._attaching.problems.values() for problem in problems]
-        reasons += [
-            f"{row['interface']}: {row['state']}"
-            for row in endpoints
-            if row["state"] not in _SOUND and row["endpoint"] in self.hooks.attached
-        ]
-        reasons += await asyncio.to_thread(self._datapath.gate_problems)
-        reasons += self._foreign_rows()
-        reasons += self._what_is_nearly_full()
+    def _said(self) -> Said:
+        problems = [problem for problems in self._attaching.problems.values() for problem in problems]
         if self._journal is None:
-            reasons.append("the journal could not be written: the next start learns names anew")
+            problems.append("the journal could not be written: the next start learns names anew")
         if self._holder is not None and self._holder.problem:
-            reasons.append(self._holder.problem)
-        failed = listings.rows_failed()
-        reasons += [f"{row['table']} row {row['row']}: {row['error']}" for row in failed[:20]]
-        starting = not self._engine.proxy.is_started or (self._holder is not None and self._holder.is_starting)
-        return {
-            "state": "starting" if starting else "degraded" if reasons else "enforcing",
-            "reasons": reasons,
-            "not_enforced": [row["interface"] for row in endpoints if row["state"] in {AUDITED, OPEN}],
-            "started_at": self._started_at.isoformat(timespec="seconds"),
-            "compiled": is_in_use(),
-            **counts(self._engine),
-            "dropped": sum(counter.packets for counter in self._datapath.counters() if counter.reason.is_drop),
-            "events_lost": self._datapath.losses()[Loss.EVENT],
-            "counters": self._counters(),
-            "rows_failed": failed,
-        }
-
-    async def _unprotected(self) -> list[str]:
-        """What is not policed as meant; also interfaces that came this moment, so the kernel is asked which there are."""
-        there = self.host_endpoints.matching(await asyncio.to_thread(links))
-        endpoints = self._engine.groups.endpoints
-        noticed = {endpoint.added.ifindex for endpoint in endpoints.values()}
-        said = dict(self._wrong)
-        for name, (link, _) in there.items():
-            if link.ifindex not in noticed:
-                said.setdefault(name, f"{name} is unprotected: {NOT_YET.reason}")
-        for number, endpoint in endpoints.items():
-            problem = self.hooks.problem_of(number)
-            if problem is not None:
-                said[endpoint.added.interface] = f"{endpoint.added.interface} is unprotected: {problem}"
-        return list(said.values())
-
-    def _counters(self) -> dict[str, int]:
-        """What was given up, ignored or came late, by reason; what never happened is left out (I9)."""
-        edges = {**self._listeners.counters.as_dict(), **self._upstreams.counters.as_dict()}
-        counted = {key.replace("_", " "): count for key, count in edges.items()} | self._engine.proxy.counters
-        return {key: count for key, count in sorted(counted.items()) if count}
-
-    def _foreign_rows(self) -> list[str]:
-        """The few rows that decide over whole endpoints, compared with the kernel's: somebody may have edited them."""
-        return [
-            f"{table} row {row_text(key)} in the kernel is not as the agent wrote it"
-            for table in (Table.GROUPS, Table.ENDPOINTS)
-            for kernel in [dict(self._datapath.dump(table))]
-            for key, row in self._engine.reconciler.tables[table].realized.items()
-            if kernel.get(key) != row.value
-        ]
-
-    def _what_is_nearly_full(self) -> list[str]:
-        """What has 2 % left: when it is full, the next reply or policy that needs a place is refused."""
-        engine, tables = self._engine, self._config.datapath
-        rows_by_family = engine.reconciler.ipcache.rows_by_family
-        uses = {
-            "identities": (len(engine.identities), self._config.limits.identities),
-            "names": (len(engine.dns_cache.scopes_by_name), self._config.limits.names),
-            "policy map": (len(engine.reconciler.policy.realized), tables.policy_rows),
-            "ipcache of IPv4": (rows_by_family[4], tables.ipcache_rows),
-            "ipcache of IPv6": (rows_by_family[16], tables.ipcache_rows),
-        }
-        return [f"{what}: {used} of {most} in use" for what, (used, most) in uses.items() if used >= most - most // 50]
+            problems.append(self._holder.problem)
+        is_starting = self._holder is not None and self._holder.is_starting
+        return Said(
+            self._wrong, problems, is_starting, {**self._listeners.counters.as_dict(), **self._upstreams.counters.as_dict()}
+        )
 
     async def _apply(self, arguments: Mapping[str, object]) -> Row:
         files = arguments.get("files")
@@ -717,7 +595,7 @@ class Shell:
 
     def _open(self) -> list[str]:
         """Interfaces that no policy closes in any direction."""
-        return [str(row["interface"]) for row in Listings(self._engine, now()).endpoints() if not row["default_deny"]]
+        return [str(row["interface"]) for row in self._listings().endpoints() if not row["default_deny"]]
 
     def _inject(self, arguments: Mapping[str, object]) -> Row:
         self._injection.take(arguments)
@@ -763,26 +641,6 @@ def _sentence(fact: Fact, listings: Listings) -> str:
         cookie = int(str(said.pop("cookie")))
         said["rule"] = repr(listings.rule_text(cookie) if cookie else "no rule")
     return f"{fact.kind} " + " ".join(f"{key}={value}" for key, value in said.items())
-
-
-def _drop(event: DropEvent, listings: Listings) -> Row:
-    is_egress = event.direction is Direction.EGRESS
-    remote = event.destination if is_egress else event.source
-    return {
-        "time": dt.datetime.now().astimezone().isoformat(timespec="milliseconds"),
-        "endpoint": event.endpoint,
-        "reason": event.reason.text,
-        "audited": event.audited,
-        "direction": event.direction.name.lower(),
-        "protocol": PROTOCOL_NAMES.get(event.protocol, str(event.protocol)),
-        "source": text_of(event.source),
-        "destination": text_of(event.destination),
-        "port": event.policy_port,
-        "identity": event.identity,
-        "rule": listings.rule_text(event.cookie) if event.cookie else "no rule",
-        "names": listings.names_on(remote),
-        "why": listings.why_dropped(event.reason.text, remote, is_egress=is_egress),
-    }
 
 
 def _settings(config: Config) -> Settings:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agent.cli import attach, change, judge, show
+from agent.cli import attach, change, judge, run, show
 from agent.cli.environment import DEFAULT_CONTROL, Environment, Refusal, Sentence, Session, with_examples
 from agent.control import ControlError
 
@@ -66,6 +66,7 @@ def _show_version(context: click.Context, _parameter: click.Parameter, is_wanted
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     epilog=with_examples(
+        "sudo namegate run --allow pypi.org --allow files.pythonhosted.org -- pip install flask",
         "namegate check policies/",
         "sudo namegate agent -c /etc/namegate.yaml",
         "sudo namegate status",
@@ -96,6 +97,7 @@ def main(context: click.Context, control: Path, debug: bool) -> None:
 
 
 for _command in (
+    run.run,
     change.agent,
     judge.check,
     judge.doctor,

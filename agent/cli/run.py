@@ -1,4 +1,4 @@
-"""`namegate run`: what is asked for, read from the command line. Its own failures are 125, as env(1) and timeout(1) have them."""
+"""`namegate run`: what is asked for, read from the command line. Its own failures are 125, as with env(1) and timeout(1)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class NotRun(Sentence):
         super().__init__(f"namegate: {sentence}")
 
 
+class Misuse(click.UsageError):
+    exit_code = EXIT_OURS
+
+
 class Command(click.Command):
     """Every failure that is not COMMAND's has the one exit code that tells it from COMMAND's."""
 
@@ -28,8 +32,7 @@ class Command(click.Command):
         try:
             return super().make_context(*arguments, **named)
         except click.UsageError as error:
-            error.exit_code = EXIT_OURS
-            raise
+            raise Misuse(error.format_message(), error.ctx) from None
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -40,7 +43,9 @@ class Command(click.Command):
             raise
         except Exception as error:
             if context.obj.debug:
-                raise
+                import traceback
+
+                traceback.print_exc()
             kind = type(error).__name__
             raise NotRun(f"it met an error it does not know ({kind}: {error}): `namegate --debug run` shows where") from None
 
@@ -57,18 +62,18 @@ class Command(click.Command):
     ),
 )
 @click.option(
-    "--allow", "entries", multiple=True, metavar="ENTRY", help="A name, *.name, address or network, with :PORT/PROTOCOL."
+    "--allow",
+    "entries",
+    multiple=True,
+    metavar="ENTRY",
+    help="A name, a pattern, an address or a network, with or without :PORT.",
 )
 @click.option("--allow-file", "lists", multiple=True, type=_file, metavar="FILE", help="A list of such entries, one on a line.")
-@click.option(
-    "--policy", "policies", multiple=True, type=_file, metavar="FILE", help="A policy file (CiliumNetworkPolicy YAML)."
-)
+@click.option("--policy", "policies", multiple=True, type=_file, metavar="FILE", help="A policy (CiliumNetworkPolicy YAML).")
 @click.option("--audit", is_flag=True, help="Deny nothing, and say what would be denied.")
 @click.option("--summary", is_flag=True, help="At the end, say what was asked and what became of it.")
 @click.option("--user", metavar="NAME", help="As whom COMMAND runs (default: who called sudo).")
-@click.option(
-    "--keep-socket", "kept", multiple=True, type=_file, metavar="PATH", help="Leave this socket reachable for COMMAND."
-)
+@click.option("--keep-socket", "kept", multiple=True, type=_file, metavar="PATH", help="Leave this socket reachable.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
 @click.pass_context
 def run(

@@ -94,8 +94,10 @@ class ContainerWatch:
             engine.start()
 
     async def listed(self) -> None:
-        """Until each engine known at this moment has said what it has: a source of labels at the agent's start."""
-        await asyncio.gather(*(engine.listed.wait() for engine in self._engines.values()))
+        """Until each engine known at this moment has said what it has, or cannot be asked: a source of labels at start. One that
+        is asked and silent is waited for.
+        """
+        await asyncio.gather(*(engine.asked.wait() for engine in self._engines.values()))
 
     async def follow(self, name: str, engine: Path | None, settings: EndpointSettings) -> Attached:
         """By command; name: or an id, of which the container's name is followed. The settings' interface is of no account, and
@@ -178,6 +180,7 @@ class _Engine:
         self.path = path
         self.entries: list[ContainerSettings] = []
         self.followed: dict[str, EndpointSettings] = {}
+        self.asked = asyncio.Event()
         self.listed = asyncio.Event()
         self._report = report
         self._released: set[str] = set()
@@ -258,6 +261,7 @@ class _Engine:
                 if trouble != self._trouble:
                     log.warning("%s", trouble)
                 self._trouble = trouble
+                self.asked.set()
                 self._say()
             await asyncio.sleep(self._again_after_s)
             self._again_after_s = min(self._again_after_s * 2, _AGAIN_AFTER_S_MAX)
@@ -274,6 +278,7 @@ class _Engine:
                 if self._settings(name, labels) is not None:
                     await self._look(api, number)
             self._trouble, self._again_after_s = "", _AGAIN_AFTER_S
+            self.asked.set()
             self.listed.set()
             self._say()
             while not hearing.done():

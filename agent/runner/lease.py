@@ -216,8 +216,6 @@ class Lease:
                 self._heard = rest
                 message: dict[str, Any] = json.loads(line)
                 yield message
-                if self._connection is None:
-                    return
                 continue
             try:
                 octets = self._connection.recv(_ANSWER_OCTETS)

@@ -9,7 +9,7 @@ what is made in it later; a file that is made anew (a daemon restarts) is not co
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -55,17 +55,20 @@ def resolver_configuration(host: str, server: str) -> str:
     return "\n".join([f"nameserver {server}", *kept]) + "\n"
 
 
-def masked(uid: int, user: str, more: Sequence[Path], kept: Sequence[Path]) -> Iterator[Path]:
+def masked(uid: int, user: str, more: Sequence[Path], kept: Sequence[Path]) -> list[Path]:
     """The files and directories that are there and to be covered. more: besides; kept: the caller wants them reachable, so that
     what covers one of them stays away."""
     wanted = {path.resolve() for path in kept}
+    found: list[Path] = []
     for path in (*(Path(pattern.format(uid=uid, user=user)) for pattern, _ in _MASKED), *more):
         try:
             real = path.resolve(strict=True)
         except OSError:
             continue
-        if not any(keep == real or real in keep.parents for keep in wanted):
-            yield real
+        is_covered = any(each in real.parents for each in found)
+        if not is_covered and not any(keep == real or real in keep.parents for keep in wanted):
+            found.append(real)
+    return found
 
 
 def cover(server: str, hidden: Sequence[Path]) -> None:

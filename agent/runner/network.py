@@ -187,11 +187,11 @@ class AddressTranslation:
     def __init__(self, link: Link) -> None:
         """Raises CannotRun."""
         self._nft = libnftables()
-        rules = f'oifname != "{link.interface}" ip saddr {link.network} masquerade; '
+        rules = [f'oifname != "{link.interface}" ip saddr {link.network} masquerade']
         if link.network6 is not None:
-            rules += f'oifname != "{link.interface}" ip6 saddr {link.network6} masquerade; '
-        chain = f"chain out {{ type nat hook postrouting priority srcnat; policy accept; {rules}}}"
-        code, _, problem = self._nft.cmd(f"table inet namegate-run{link.number} {{ flags owner; {chain} }}")
+            rules += [f'oifname != "{link.interface}" ip6 saddr {link.network6} masquerade']
+        chain = "\n".join(["chain out {", "type nat hook postrouting priority srcnat", *rules, "}"])
+        code, _, problem = self._nft.cmd(f"table inet namegate-run{link.number} {{\nflags owner\n{chain}\n}}")
         if code:
             raise CannotRun(f"nftables does not take the run's NAT: {problem.strip().splitlines()[0]}")
 

@@ -61,7 +61,7 @@ def line_of(fact: Row) -> str:
         verdict = _VERDICTS.get(fact["verdict"], str(fact["verdict"]))
         what = f"{_name(fact['name'])} ({cell_as_text(fact['type'])})"
     else:
-        verdict, what = _VERDICTS["audited" if fact["audited"] else "denied"], _destination(fact)
+        verdict, what = _VERDICTS[_verdict_of(fact)], _destination(fact)
     why = f": {cell_as_text(fact['why'])}" if fact.get("why") else ""
     remedy = f"; to allow it: {allowing([fact['allow']])}" if fact.get("allow") else ""
     return f"{verdict}: {what}{why}{remedy}"
@@ -70,9 +70,7 @@ def line_of(fact: Row) -> str:
 def summary_lines(summary: Row) -> list[str]:
     """Names first, as they were asked; then what was dropped; then what would allow it."""
     counts = [f"{_times(each)}  {each['verdict']:<8} {_name(each['name'])}" for each in summary["names"]]
-    drops = [
-        f"{_times(each)}  {'audited' if each['audited'] else 'denied':<8} {_destination(each)}" for each in summary["drops"]
-    ]
+    drops = [f"{_times(each)}  {_verdict_of(each):<8} {_destination(each)}" for each in summary["drops"]]
     lines = ["names asked:", *_indented(counts)] if counts else ["no name was asked"]
     if drops:
         lines += ["packets:", *_indented(drops)]
@@ -90,6 +88,10 @@ def allowing(entries: Iterable[str]) -> str:
 
 def _indented(lines: Iterable[str]) -> list[str]:
     return [f"  {line}" for line in lines]
+
+
+def _verdict_of(drop: Row) -> str:
+    return "audited" if drop["audited"] else "denied"
 
 
 def _times(row: Row) -> str:

@@ -62,7 +62,7 @@ def run(order: Order) -> int:
     agents = Agents(order.control, order.administrators)
     agents.ensure()
     terminal = Terminal()
-    hidden = tuple(masks.masked(who.uid, who.name, [agents.socket], order.kept_sockets))
+    hidden = masks.masked(who.uid, who.name, [agents.socket], order.kept_sockets)
     environment = who.environment(os.environ)
     plan = inside.Plan(order.command, environment, who, hidden, terminal.fd, terminal.is_ours_alone())
     init, channel = inside.fork_init(plan)
@@ -85,11 +85,11 @@ def run(order: Order) -> int:
     obstacles = network.obstacles(link, around.uplinks)
     if obstacles:
         raise CannotRun(f"the host's firewall drops what a run sends: {'; '.join(obstacles)}")
+    _expect(channel, "prepared")  # where it fails, its sentence says more than an agent's that sees the interface go
     answer = lease.attach()
     if not network.await_carrier(link.interface):
         raise CannotRun(f"{link.interface} stays without a carrier")
-    _expect(channel, "prepared")
-    for warning in answer["warnings"]:
+    for warning in answer.get("warnings", ()):
         report.say(f"warning: {warning}")
 
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGTTOU})

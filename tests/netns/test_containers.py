@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from agent.datapath import syscall
 from tests.netns import pcap
 from tests.netns.asking import ask, connect
 from tests.netns.engine import Engine
-from tests.netns.lab import HOST_UPLINK, NAME_SERVERS, Lab
+from tests.netns.lab import INTERNET_UPLINK, NAME_SERVERS, Lab
 from tests.netns.running import RunningAgent
 from tests.netns.sending import reasons
 from tests.netns.test_bug_cases_start import policy_for
@@ -23,35 +24,48 @@ from tests.netns.test_bug_cases_start import policy_for
 pytestmark = pytest.mark.root
 
 POLICY = "a.test:443/tcp\n"
-ALLOWED, OTHER, DENIED = "198.51.100.11", "198.51.100.12", "203.0.113.45"
-POLICED = ("--annotation", "namegate.label.app=web")
+ALLOWED, OTHER = "198.51.100.11", "198.51.100.150"
+RECORDS = {"a.test.": [f"A {ALLOWED}"], "shared.test.": [f"A {OTHER}"]}
 NAME_SERVER = NAME_SERVERS[0]
+NETWORK = "web"
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab(records={"a.test.": [f"A {ALLOWED}"], "b.test.": [f"A {OTHER}"]}, ports=(443,)) as lab:
+    with Lab(records=RECORDS, ports=(443,)) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def the_engine(lab: Lab) -> Iterator[Engine]:
+def shared_engine(lab: Lab) -> Iterator[Engine]:
+    """With a network that has podman's own resolver."""
     with Engine(lab) as engine:
+        engine.podman("network", "create", NETWORK)
+        engine.start_service()
         yield engine
 
 
+@pytest.fixture(scope="module")
+def shared_agent(lab: Lab, shared_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
+    """It polices nothing by itself but the engine's containers that have a label."""
+    containers = [{"engine": str(shared_engine.socket), "select": {"policed": "yes"}, "labels": {"by": "configuration"}}]
+    directory = tmp_path_factory.mktemp("agent")
+    with RunningAgent(lab, POLICY, directory, endpoints=[], containers=containers) as agent:
+        yield agent
+
+
 @pytest.fixture
-def engine(the_engine: Engine) -> Iterator[Engine]:
+def engine(shared_engine: Engine) -> Iterator[Engine]:
     """Without containers of the test before."""
-    yield the_engine
-    the_engine.podman("rm", "--all", "--force", "--time", "0")
+    yield shared_engine
+    shared_engine.podman("rm", "--all", "--force", "--time", "0")
 
 
-def running(
-    lab: Lab, directory: Path, policy: str = POLICY, *, wait_for: str = "enforcing", **sections: Mapping[str, Any]
-) -> RunningAgent:
-    """An agent that polices nothing by itself."""
-    return RunningAgent(lab, policy, directory / "agent", wait_for=wait_for, endpoints=[], **sections)
+@pytest.fixture
+def agent(shared_agent: RunningAgent) -> Iterator[RunningAgent]:
+    """Without policies of the test before."""
+    yield shared_agent
+    shared_agent.apply(POLICY)
 
 
 def namegate(agent: RunningAgent, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -60,93 +74,320 @@ def namegate(agent: RunningAgent, *arguments: str | Path) -> subprocess.Complete
     return agent.lab.run(agent.lab.host, sys.executable, "-m", "agent", *control, *arguments, check=False)
 
 
-def hook(agent: RunningAgent, engine: Engine, *options: str) -> None:
-    done = namegate(agent, "attach", "--hook", "--hooks-dir", engine.hooks, *options)
-    assert done.returncode == 0, done.stderr
+def attach(agent: RunningAgent, engine: Engine, container: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return namegate(agent, "attach", "--container", container, "--engine", engine.socket, *options)
 
 
-def interface_of(agent: RunningAgent, **labels: str) -> str:
-    """The policed one that has these labels."""
-    (found,) = (row["interface"] for row in agent.ask("endpoints") if labels.items() <= dict(row["labels"]).items())
-    return str(found)
+def endpoints(agent: RunningAgent) -> dict[str, dict[str, Any]]:
+    """By the container that they are."""
+    return {row["labels"].get("container", row["interface"]): row for row in agent.ask("endpoints")}
+
+
+def await_endpoint(agent: RunningAgent, container: str, address: str) -> None:
+    """Until it is enforced with this address alone."""
+
+    def is_there(_: dict[str, Any]) -> bool:
+        row = endpoints(agent).get(container)
+        return row is not None and (row["state"], row["addresses"]) == ("enforcing", [address])
+
+    agent.await_status(is_there, within_s=10)
+
+
+def sent_to(lab: Lab, address: str, name: str) -> Any:
+    """A capture beyond the host; a question for its Ethernet address counts as well."""
+    return lab.capture(lab.internet, "eth0", f"host {address}", name=name)
+
+
+def frames(path: Path) -> int:
+    recording = pcap.read(path)
+    return len(recording.packets) + recording.other
+
+
+def allows(engine: Engine, container: str, denied: str) -> None:
+    """What the policy says: a.test resolves and connects, another name is denied, another address refused."""
+    assert ALLOWED in engine.lookup(container, "a.test", NAME_SERVER)
+    assert "NXDOMAIN" in engine.lookup(container, "denied.test", NAME_SERVER)
+    assert engine.connect(container, ALLOWED) == "connected"
+    assert "refused" in engine.connect(container, denied)
 
 
 # --- the hook --------------------------------------------------------------------------------------------------------------
 
-# The first thing this container does is to connect where it may not; what it may comes after.
-_FIRST = f"nc -w 1 {DENIED} 443 </dev/null; nslookup -type=a a.test {NAME_SERVER} >/dev/null; nc -w 1 {ALLOWED} 443 </dev/null && echo in"
+
+@pytest.fixture
+def hook(agent: RunningAgent, engine: Engine) -> Iterator[Sequence[str]]:
+    """Installed; gives the options that make it the container's concern."""
+    done = namegate(agent, "attach", "--hook", "--hooks-dir", engine.hooks, "--label", "by=hook")
+    assert done.returncode == 0, done.stderr
+    yield ("--annotation", "namegate.label.app=web")
+    namegate(agent, "detach", "--hook", "--hooks-dir", engine.hooks)
 
 
-def test_a_container_is_policed_before_its_first_instruction(lab: Lab, engine: Engine, tmp_path: Path) -> None:
-    """In no try does a packet of its first connection get out; of one that the hook does not concern it does."""
-    with running(lab, tmp_path) as agent:
-        hook(agent, engine)
-        command = ("run", "--rm", "--rootfs", engine.root, "sh", "-c", _FIRST)
-        with lab.capture(lab.host, lab.uplink, f"dst {DENIED}", name="hook-denied") as uplink:
-            for _ in range(5):
-                assert engine.podman("run", *POLICED, *command[1:]) == "in"
-        assert pcap.read(uplink.path).packets == ()
-        assert {reason for reason, _ in reasons(agent, DENIED)} == {"policy"}
-        with lab.capture(lab.host, lab.uplink, f"dst {DENIED}", name="hook-unconcerned") as uplink:
-            engine.podman(*command)
-        assert pcap.read(uplink.path).packets != ()
-        namegate(agent, "detach", "--hook", "--hooks-dir", engine.hooks)
+def test_a_container_is_policed_before_its_first_instruction(
+    lab: Lab, agent: RunningAgent, engine: Engine, hook: Sequence[str]
+) -> None:
+    """In no try does a packet of its first connection get out; of a container that the hook does not concern it does."""
+    denied = "198.51.100.66"
+    script = f"nc -w 1 {denied} 443 </dev/null; nslookup -type=a a.test {NAME_SERVER} >/dev/null; "
+    script += f"nc -w 1 {ALLOWED} 443 </dev/null && echo connected"
+    command = ("--rm", "--rootfs", engine.root, "sh", "-c", script)
+    with sent_to(lab, denied, "first") as uplink:
+        for _ in range(5):
+            assert engine.podman("run", *hook, *command) == "connected"
+    assert frames(uplink.path) == 0
+    assert set(reasons(agent, denied)) == {("policy", "not resolved through the proxy")}
+    with sent_to(lab, denied, "unconcerned") as uplink:
+        engine.podman("run", *command)
+    assert frames(uplink.path) > 0
 
 
-def test_without_an_agent_it_does_not_start(lab: Lab, engine: Engine, tmp_path: Path) -> None:
-    """The engine shows why; a container that the hook does not concern starts, and so does one without any network."""
-    with running(lab, tmp_path) as agent:
-        hook(agent, engine)
-        in_host = engine.attempt("run", "--rm", *POLICED, "--network", "host", "--rootfs", engine.root, "true")
-    assert (in_host.returncode, "host network mode" in in_host.stderr) == (126, True), in_host.stderr
-    refused = engine.attempt("run", "--rm", *POLICED, "--rootfs", engine.root, "true")
-    assert (refused.returncode, "the container is not started: no agent is running" in refused.stderr) == (126, True)
-    engine.podman("run", "--rm", "--rootfs", engine.root, "true")
-    engine.podman("run", "--rm", *POLICED, "--network", "none", "--rootfs", engine.root, "true")
-    gone = namegate(agent, "detach", "--hook", "--hooks-dir", engine.hooks)
-    assert (gone.returncode, list(engine.hooks.iterdir())) == (0, [])
+def test_without_an_agent_it_does_not_start(lab: Lab, agent: RunningAgent, engine: Engine) -> None:
+    """The engine shows why. What the hook does not concern starts, and what has no network; with the host's it does not."""
+    absent = lab.directory / "absent.sock"
+    install = (sys.executable, "-m", "agent", "--control", absent, "attach", "--hook", "--hooks-dir", engine.hooks)
+    lab.run(lab.host, *install)
+    concerned, command = ("--annotation", "namegate.policed=yes"), ("--rootfs", engine.root, "true")
+    refused = engine.attempt("run", "--rm", *concerned, *command)
+    assert refused.returncode == 126
+    assert f"the container is not started: no agent is running (nobody listens at {absent})" in refused.stderr
+    refused = engine.attempt("run", "--rm", "--network", "host", *concerned, *command)
+    assert (refused.returncode, "host network mode" in refused.stderr) == (126, True), refused.stderr
+    engine.podman("run", "--rm", *command)
+    engine.podman("run", "--rm", "--network", "none", *concerned, *command)
+    lab.run(lab.host, *install, "--all")
+    assert engine.attempt("run", "--rm", *command).returncode == 126
+    assert namegate(agent, "detach", "--hook", "--hooks-dir", engine.hooks).returncode == 0
+    assert list(engine.hooks.iterdir()) == []
     again = namegate(agent, "detach", "--hook", "--hooks-dir", engine.hooks)
     assert (again.returncode, again.stderr.startswith("there is no hook")) == (1, True)
+
+
+# --- an engine's containers --------------------------------------------------------------------------------------------------
+
+
+def test_a_container_by_its_name(agent: RunningAgent, engine: Engine) -> None:
+    """Attached while it runs; made anew under the same name it is attached anew, until it is detached."""
+    denied = "198.51.100.67"
+    engine.run("web", "--label", "app=web", "--label", "note=of no syntax")
+    attached = attach(agent, engine, "web", "--label", "by=command")
+    assert (attached.returncode, attached.stdout) == (0, "veth0 is policed\n"), attached.stderr
+    row = endpoints(agent)["web"]
+    assert row["labels"] == {"app": "web", "by": "command", "container": "web"}
+    assert row["addresses"] == [engine.address("web")]
+    allows(engine, "web", denied)
+    engine.podman("rm", "--force", "--time", "0", "web")
+    engine.run("web")
+    await_endpoint(agent, "web", engine.address("web"))
+    assert endpoints(agent)["web"]["endpoint"] != row["endpoint"]
+    allows(engine, "web", denied)
+    released = namegate(agent, "detach", "--container", "web")
+    assert (released.returncode, endpoints(agent)) == (0, {}), released.stderr
+    assert engine.connect("web", denied) == "connected"
+    assert namegate(agent, "detach", "--container", "web").returncode == 1
+
+
+def test_containers_by_their_labels_through_all_that_happens_to_them(agent: RunningAgent, engine: Engine) -> None:
+    """Stopped and started, its network made anew with and without an event, the engine's service restarted meanwhile."""
+    denied = "198.51.100.68"
+    engine.run("job", "--label", "policed=yes", network=NETWORK)
+    engine.run("other", network=NETWORK)
+    await_endpoint(agent, "job", engine.address("job", NETWORK))
+    assert endpoints(agent).keys() == {"job"}
+    assert endpoints(agent)["job"]["labels"] == {"by": "configuration", "container": "job", "policed": "yes"}
+    allows(engine, "job", denied)
+    for change in (
+        ("network", "reload", "job"),
+        ("network", "disconnect", NETWORK, "job"),
+        ("network", "connect", NETWORK, "job"),
+        ("restart", "--time", "0", "job"),
+    ):
+        before = endpoints(agent).get("job", {}).get("endpoint")
+        engine.podman(*change)
+        if "disconnect" in change:
+            agent.await_status(lambda _: endpoints(agent) == {}, within_s=10)
+            continue
+        agent.await_status(
+            lambda _, before=before: endpoints(agent).get("job", {}).get("endpoint") not in (None, before), within_s=10
+        )  # type: ignore[misc]
+        await_endpoint(agent, "job", engine.address("job", NETWORK))
+        allows(engine, "job", denied)
+    engine.stop_service()
+    agent.await_status(lambda status: status["state"] == "degraded", within_s=10)
+    assert any("cannot be asked" in reason for reason in agent.status()["reasons"])
+    allows(engine, "job", denied)
+    engine.run("late", "--label", "policed=yes", network=NETWORK)
+    engine.start_service()
+    await_endpoint(agent, "late", engine.address("late", NETWORK))
+    assert endpoints(agent).keys() == {"job", "late"}
+    agent.await_status(lambda status: status["state"] == "enforcing", within_s=5)
+    engine.podman("rm", "--all", "--force", "--time", "0")
+    agent.await_status(lambda _: endpoints(agent) == {}, within_s=10)
+
+
+def test_an_agent_that_starts_anew_polices_what_it_did(agent: RunningAgent, engine: Engine) -> None:
+    """What was attached by command as well, and while the engine cannot be asked."""
+    denied = "198.51.100.69"
+    engine.run("web")
+    engine.run("job", "--label", "policed=yes")
+    assert attach(agent, engine, "web").returncode == 0
+    await_endpoint(agent, "job", engine.address("job"))
+    engine.stop_service()
+    agent.end(signal.SIGTERM)
+    agent.begin()
+    agent.await_status(lambda _: endpoints(agent).keys() == {"web", "job"}, within_s=20)
+    for container in ("web", "job"):
+        allows(engine, container, denied)
+    engine.start_service()
+    agent.await_status(lambda status: status["state"] == "enforcing", within_s=15)
+    engine.podman("rm", "--force", "--time", "0", "web")
+    engine.run("web")
+    await_endpoint(agent, "web", engine.address("web"))
+    assert namegate(agent, "detach", "--container", "web").returncode == 0
+
+
+def test_what_cannot_be_policed_is_said(agent: RunningAgent, engine: Engine) -> None:
+    """No network and the host's; a container that does not run is taken, one that is not there is not."""
+    engine.run("none", network="none")
+    engine.run("host", network="host")
+    for container, sentence in (
+        ("none", "container none has no network: nothing gets out"),
+        ("host", "container host is not policed: it is in the host's own network namespace"),
+        ("absent", f"{engine.socket} has no container absent"),
+    ):
+        refused = attach(agent, engine, container)
+        assert (refused.returncode, refused.stderr.startswith(sentence)) == (1, True), refused.stderr
+    assert agent.status()["state"] == "enforcing"
+    engine.run("labelled", "--label", "policed=yes", network="host")
+    agent.await_status(lambda status: status["state"] == "degraded", within_s=10)
+    assert any(reason.startswith("container labelled is not policed") for reason in agent.status()["reasons"])
+    engine.podman("rm", "--force", "--time", "0", "labelled")
+    agent.await_status(lambda status: status["state"] == "enforcing", within_s=10)
+    engine.podman("create", "--name", "later", "--rootfs", engine.root, "sleep", "300")
+    taken = attach(agent, engine, "later")
+    assert (taken.returncode, taken.stdout, "does not run" in taken.stderr) == (0, "", True)
+    engine.podman("start", "later")
+    await_endpoint(agent, "later", engine.address("later"))
+    assert namegate(agent, "detach", "--container", "later").returncode == 0
 
 
 # --- namespaces --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_namespace_by_its_name(lab: Lab, tmp_path: Path) -> None:
-    """Its veth and addresses are found; both families are policed when the command ends, and free when it is detached."""
-    with running(lab, tmp_path) as agent:
-        assert connect(lab, DENIED.replace(".45", ".2")) == "connected"
-        attached = namegate(agent, "attach", "--netns", lab.client.namespace, "--label", "app=blue")
-        assert (attached.returncode, attached.stdout) == (0, "ep1 is policed\n"), attached.stderr
-        (row,) = agent.ask("endpoints")
-        assert (set(row["addresses"]), dict(row["labels"])) == (set(lab.client.addresses), {"app": "blue"})
-        assert connect(lab, "203.0.113.2").endswith("refused")
-        assert ask(lab, "a.test").addresses == (ALLOWED,)
-        assert connect(lab, ALLOWED) == "connected"
-        assert namegate(agent, "detach", "--netns", lab.client.namespace).stdout == "ep1 is no longer policed\n"
-        assert connect(lab, "203.0.113.2") == "connected"
+def test_a_namespace_by_its_name(lab: Lab, agent: RunningAgent) -> None:
+    """Its veth and addresses are found; it is policed when the command ends, and free when it is detached."""
+    assert connect(lab, INTERNET_UPLINK[0]) == "connected"
+    attached = namegate(agent, "attach", "--netns", lab.client.namespace, "--label", "app=blue")
+    assert (attached.returncode, attached.stdout) == (0, "ep1 is policed\n"), attached.stderr
+    (row,) = agent.ask("endpoints")
+    assert (set(row["addresses"]), row["labels"]) == (set(lab.client.addresses), {"app": "blue"})
+    for address in INTERNET_UPLINK:
+        assert connect(lab, address).endswith("refused")
+    assert ask(lab, "a.test").addresses == (ALLOWED,)
+    assert connect(lab, ALLOWED) == "connected"
+    assert namegate(agent, "detach", "--netns", lab.client.namespace).stdout == "ep1 is no longer policed\n"
+    assert connect(lab, INTERNET_UPLINK[0]) == "connected"
 
 
-def test_what_leads_nowhere_here_is_refused(lab: Lab, tmp_path: Path) -> None:
+def test_what_leads_nowhere_here_is_refused(lab: Lab, agent: RunningAgent) -> None:
     """The host's own namespace, one whose veths end elsewhere, a macvlan, one that is not there: a sentence each, exit 1."""
     bare = f"{lab.host.removesuffix('host')}bare"
     lab.run(lab.host, "ip", "netns", "add", bare)
+
+    def refusal(namespace: str) -> str:
+        done = namegate(agent, "attach", "--netns", namespace)
+        assert (done.returncode, done.stdout) == (1, "")
+        return done.stderr
+
     try:
-        with running(lab, tmp_path) as agent:
-
-            def refused(namespace: str) -> str:
-                done = namegate(agent, "attach", "--netns", namespace)
-                assert (done.returncode, done.stdout) == (1, "")
-                return done.stderr
-
-            assert "no interface but lo" in refused(bare)
-            assert "host network mode" in refused(lab.host)
-            assert "there is no network namespace absent" in refused("absent")
-            lab.run(lab.internet, "ip", "link", "add", "far", "type", "veth", "peer", "name", "near", "netns", bare)
-            assert "in a third network namespace" in refused(bare)
-            lab.run(lab.internet, "ip", "link", "del", "far")
-            lab.run(lab.host, "ip", "link", "add", "link", lab.uplink, "name", "mac0", "netns", bare, "type", "macvlan")
-            assert "its mac0 (macvlan) sends through its parent" in refused(bare)
-            assert agent.ask("endpoints") == []
+        assert "no interface but lo" in refusal(bare)
+        assert "host network mode" in refusal(lab.host)
+        assert "there is no network namespace absent" in refusal("absent")
+        lab.run(lab.internet, "ip", "link", "add", "far", "type", "veth", "peer", "name", "near", "netns", bare)
+        assert "in a third network namespace" in refusal(bare)
+        lab.run(lab.internet, "ip", "link", "del", "far")
+        lab.run(lab.host, "ip", "link", "add", "link", lab.uplink, "name", "mac0", "netns", bare, "type", "macvlan")
+        assert "its mac0 (macvlan) sends through its parent" in refusal(bare)
+        assert agent.ask("endpoints") == []
     finally:
         lab.run(lab.host, "ip", "netns", "del", bare)
+
+
+# --- bug cases, theme 12 -----------------------------------------------------------------------------------------------------
+
+
+def test_case_145_the_engines_own_chains_are_of_no_account(
+    lab: Lab, agent: RunningAgent, engine: Engine, hook: Sequence[str]
+) -> None:
+    """Dropped and counted at the veth before and after the engine made its chains anew; without our program: degraded."""
+    denied = "203.0.113.45"
+    engine.run("web", *hook)
+    with sent_to(lab, denied, "145") as uplink:
+        assert "refused" in engine.connect("web", denied)
+        lab.run(lab.host, "iptables", "-t", "filter", "-F", "NETAVARK_FORWARD")
+        engine.run("sibling")  # podman makes its chains anew
+        assert "NETAVARK_FORWARD" in lab.run(lab.host, "iptables", "-S").stdout
+        assert "refused" in engine.connect("web", denied)
+    assert frames(uplink.path) == 0
+    assert len(reasons(agent, denied)) == 2
+    assert namegate(agent, "status").returncode == 0
+    (row,) = agent.ask("endpoints")
+    (link,) = json.loads(lab.run(lab.host, "ip", "-j", "link", "show", "dev", row["interface"]).stdout)
+    syscall.link_detach(syscall.get_pinned(str(agent.pins / "links" / f"{link['ifindex']}-ingress")))
+    status = namegate(agent, "status")
+    assert (status.returncode, "degraded" in status.stdout) == (1, True), status.stdout
+
+
+def test_case_146_containers_resolve(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:
+    """On the default network and on one with podman's own resolver, at the address that the container's resolv.conf has."""
+    denied = "198.51.100.146"
+    for network in ("podman", NETWORK):
+        container = f"on-{network}"
+        engine.run(container, *hook, network=network)
+        servers = [
+            line.split()[1] for line in engine.inside(container, "cat", "/etc/resolv.conf").splitlines() if "nameserver" in line
+        ]
+        assert ALLOWED in engine.lookup(container, "a.test", servers[0])
+        assert "NXDOMAIN" in engine.lookup(container, "denied.test", servers[0])
+        allows(engine, container, denied)
+    assert set(reasons(agent, denied)) == {("policy", "not resolved through the proxy")}
+
+
+_LISTEN = ("sh", "-c", "while true; do nc -l -p 5432 </dev/null; done")
+
+
+def test_case_148_traffic_to_a_sibling(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:
+    """Enforced it is dropped, with its address in the policy it passes, in audit mode it passes and is reported."""
+    engine.run("database", command=_LISTEN)
+    sibling = engine.address("database")
+    engine.run("web", *hook)
+    assert "refused" in engine.connect("web", sibling, 5432)
+    agent.apply(f"{POLICY}{sibling}/32\n")
+    assert engine.connect("web", sibling, 5432) == "connected"
+    agent.apply(POLICY)
+    engine.podman("rm", "--force", "--time", "0", "web")
+    namegate(agent, "attach", "--hook", "--hooks-dir", engine.hooks, "--audit")
+    engine.run("web", *hook)
+    assert engine.connect("web", sibling, 5432) == "connected"
+    assert [row["audited"] for row in agent.ask("drops") if row["destination"] == sibling][-1] is True
+
+
+def test_case_150_who_sent_it_is_known_behind_one_bridge(agent: RunningAgent, engine: Engine) -> None:
+    """What A learned is not B's; it is when B's policy selects the name; with `learn: per-endpoint` when B has asked."""
+    a, b = policy_for("a", "{matchName: shared.test}"), policy_for("b", "{matchName: b.test}")
+    both = f"{a}---\n{policy_for('b', '{matchName: shared.test}')}"
+    agent.apply(f"{a}---\n{b}")
+    for learn in ("shared", "per-endpoint"):
+        namegate(agent, "attach", "--hook", "--hooks-dir", engine.hooks, "--learn", learn)
+        for name in ("a", "b"):
+            engine.run(name, "--annotation", f"namegate.label.app={name}")
+        assert OTHER in engine.lookup("a", "shared.test", NAME_SERVER)
+        assert engine.connect("a", OTHER) == "connected"
+        assert "refused" in engine.connect("b", OTHER)
+        agent.apply(both)
+        if learn == "per-endpoint":
+            assert "refused" in engine.connect("b", OTHER)
+            assert OTHER in engine.lookup("b", "shared.test", NAME_SERVER)
+        assert engine.connect("b", OTHER) == "connected"
+        agent.apply(f"{a}---\n{b}")
+        engine.podman("rm", "--all", "--force", "--time", "0")
+    namegate(agent, "detach", "--hook", "--hooks-dir", engine.hooks)
