@@ -16,12 +16,13 @@ from agent.config import ENDPOINT_KEYS, ConfigError, ContainerSettings, Endpoint
 from agent.control import ControlError
 from agent.documents.remarks import PolicyError
 from agent.drops import Drops
+from agent.facts import Row
 from agent.hooks import Hooks
 from agent.host import forwarding
 from agent.host.containers import ContainerError, ContainerWatch
 from agent.host.endpoints import HostEndpoints, absent
 from agent.host.interfaces import links
-from agent.leases import Lease, Row
+from agent.leases import Lease
 
 # Who holds a lease connects again when the agent has started anew; until then it is policed as before.
 LEASE_KEPT_S: Final = 5.0
@@ -63,6 +64,8 @@ class Attaching:
         self._world = world
         self._attachments = attachments
         self._device = device
+        self._coming: set[int] = set()  # interfaces that are being attached
+        self._is_patient = True
         self._clock = clock
         self._idle = idle
         self._loop = asyncio.get_running_loop()
@@ -70,11 +73,12 @@ class Attaching:
         self._containers = ContainerWatch(containers, self._report)
         for each in attachments.followed.values():
             self._containers.resume(each.container, Path(each.engine) if each.engine else None, each.settings)
+        owners = {COMMAND, LEASE, *self._containers.owners}
+        attachments.remove([ifindex for ifindex, each in attachments.by_ifindex.items() if each.owner not in owners])
 
     def start(self, listed: Callable[[], None]) -> None:
         """listed: called when every engine has said what it has."""
-        is_leased = any(each.owner == LEASE for each in self._attachments.by_ifindex.values())
-        self._loop.call_later(LEASE_KEPT_S if is_leased else IDLE_S, self._drop_unclaimed)
+        self._loop.call_later(LEASE_KEPT_S if self._leased() else IDLE_S, self._lose_patience)
         self._containers.start()
         if self._is_watching_containers:
             self._listing = self._loop.create_task(self._listed(listed))
@@ -84,29 +88,45 @@ class Attaching:
     async def close(self) -> None:
         await self._containers.close()
 
-    def keep_only(self, ifindexes: set[int]) -> None:
-        """Interfaces that are there; an attachment ends with its own."""
-        self._attachments.remove(self._attachments.by_ifindex.keys() - ifindexes)
+    def attached(self) -> set[int]:
+        """Indexes of interfaces."""
+        return set(self._attachments.by_ifindex)
+
+    def end_all(self, gone: set[int]) -> None:
+        """An attachment ends with its interface."""
+        self._attachments.remove(gone)
 
     async def attach(self, arguments: Mapping[str, Any]) -> Row | Lease:
         if arguments.get("container"):
             return await self._follow(str(arguments["container"]), arguments)
         attachment = await self._attachment(arguments)
-        before = self._attachments.by_ifindex.get(attachment.ifindex)
+        needs_forwarding = arguments.get("forwarding") is True
+        if needs_forwarding and attachment.owner != LEASE:
+            raise ControlError("`forwarding` lasts as long as a `lease`")
+        ifindex, interface = attachment.ifindex, attachment.settings.interface
+        if ifindex in self._coming:
+            raise ControlError(f"{interface} is being attached at this moment", 1)
+        before = self._attachments.by_ifindex.get(ifindex)
         self._attachments.put(attachment)
-        self._world.host_endpoints.take_back(attachment.ifindex)
+        self._coming.add(ifindex)
+        was_released = self._world.host_endpoints.take_back(ifindex)
         try:
             number = await self._police(attachment)
-            has_ipv6 = arguments.get("forwarding") is True and await self._forward(attachment.settings.interface)
+            has_ipv6 = needs_forwarding and await self._forward(interface)
         except BaseException:
-            if self._attachments.by_ifindex.get(attachment.ifindex) is attachment:
-                self._attachments.restore(attachment.ifindex, before)
+            self._coming.discard(ifindex)
+            if self._attachments.by_ifindex.get(ifindex) is attachment:
+                self._attachments.restore(ifindex, before)
+                if was_released:
+                    self._world.host_endpoints.release(ifindex)
                 self._world.look_around()
+            self._clear()
             raise
-        answer: Row = {"endpoint": number, "interface": attachment.settings.interface}
+        self._coming.discard(ifindex)
+        answer: Row = {"endpoint": number, "interface": interface}
         if attachment.owner != LEASE:
             return answer
-        lease = Lease(number, attachment.ifindex, {**answer, "ipv6": has_ipv6}, self._clock, self._end)
+        lease = Lease(number, ifindex, {**answer, "ipv6": has_ipv6}, self._clock, self._end)
         self.leases[number] = lease
         self._world.watch(number, is_watched=True)
         return lease
@@ -131,19 +151,22 @@ class Attaching:
         settings = self._settings({key: arguments.get(key) for key in ENDPOINT_KEYS})
         texts = _policy_texts(arguments.get("policies"))
         try:
-            policies = None if texts is None else own_policies(texts)
+            policies = None if texts is None else await asyncio.to_thread(own_policies, texts)
         except PolicyError as error:
             raise ControlError(str(error), 1) from None
         link = (await asyncio.to_thread(links)).get(settings.interface)
         if link is None:
             raise ControlError(absent(settings.interface), 1)
-        return Attachment(link.ifindex, settings, LEASE if arguments.get("lease") is True else COMMAND, texts, policies)
+        hooked = settings.labels if arguments.get("hook") is True else None
+        owner = LEASE if arguments.get("lease") is True else COMMAND
+        return Attachment(link.ifindex, settings, owner, texts, policies, hooked)
 
     def _settings(self, said: Mapping[str, object]) -> EndpointSettings:
         try:
             return endpoint_of(said, self._device)
         except ConfigError as error:
-            raise ControlError("; ".join(f"{each.field}: {each.message}" for each in error.mistakes), 1) from None
+            said_wrong = (": ".join(filter(None, (each.field, each.message))) for each in error.mistakes)
+            raise ControlError("; ".join(said_wrong), 1) from None
 
     async def _police(self, attachment: Attachment) -> int:
         """The endpoint's number, when it is enforced."""
@@ -165,12 +188,13 @@ class Attaching:
     async def _forward(self, interface: str) -> bool:
         """Has it IPv6 to the outside?"""
         try:
-            changed, has_ipv6 = await asyncio.to_thread(forwarding.enable, interface)
+            switches, has_ipv6 = await asyncio.to_thread(forwarding.needed, interface)
+            if switches:
+                self._attachments.sysctls = {**switches, **self._attachments.sysctls}
+                self._attachments.save()
+                await asyncio.to_thread(forwarding.turn_on, switches)
         except OSError as error:
             raise ControlError(f"forwarding cannot be turned on for {interface}: {error.strerror}", 1) from None
-        if changed:
-            self._attachments.sysctls = {**changed, **self._attachments.sysctls}
-            self._attachments.save()
         return has_ipv6
 
     async def _end(self, lease: Lease) -> None:
@@ -178,26 +202,41 @@ class Attaching:
         if self.leases.get(lease.endpoint) is lease:
             del self.leases[lease.endpoint]
             self._world.watch(lease.endpoint, is_watched=False)
-            self._drop_unclaimed()
+            if lease.ifindex in self._leased() - self._held():
+                self._let_go({lease.ifindex})
+            self._clear()
 
-    def _drop_unclaimed(self) -> None:
+    def _leased(self) -> set[int]:
+        return {each.ifindex for each in self._attachments.by_ifindex.values() if each.owner == LEASE}
+
+    def _held(self) -> set[int]:
+        """Interfaces whose leases somebody holds, or is about to."""
+        return {lease.ifindex for lease in self.leases.values()} | self._coming
+
+    def _let_go(self, ifindexes: set[int]) -> None:
+        self._attachments.remove(ifindexes)
+        self._world.look_around()
+
+    def _lose_patience(self) -> None:
+        """Who held a lease when the process before ended has come again by now."""
+        self._is_patient = False
+        self._clear()
+
+    def _clear(self) -> None:
         """Leases that nobody holds; where none is left, so are the switches that were turned for them."""
-        claimed = {lease.ifindex for lease in self.leases.values()}
-        leased = {each.ifindex for each in self._attachments.by_ifindex.values() if each.owner == LEASE}
-        if leased - claimed:
-            self._attachments.remove(leased - claimed)
-            self._world.look_around()
-        if claimed:
+        if not self._is_patient and self._leased() - self._held():
+            self._let_go(self._leased() - self._held())
+        if self._leased() | self._held():
             return
         if self._attachments.sysctls:
             forwarding.put_back(self._attachments.sysctls)
             self._attachments.sysctls = {}
-            self._attachments.save()
+            self._attachments.save_or_say()
         if self._idle is not None:
             self._loop.call_later(IDLE_S, self._end_if_idle)
 
     def _end_if_idle(self) -> None:
-        if self._idle is not None and not self.leases:
+        if self._idle is not None and not self._leased() | self._held():
             self._idle()
 
     # --- containers ------------------------------------------------------------------------------------------------------

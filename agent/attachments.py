@@ -10,7 +10,10 @@ connections to it (a developer looks at what a sandboxed server shows).
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,8 @@ LEASE: Final = "lease"
 
 _VERSION: Final = 1
 
+log = logging.getLogger("namegate")
+
 
 class PolicyText(NamedTuple):
     """name: what messages call it."""
@@ -38,13 +43,16 @@ class PolicyText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """owner: COMMAND, LEASE, or who reported it. texts: None where everybody's policies judge it; policies: the same, read."""
+    """owner: COMMAND, LEASE, or who reported it. texts: None where everybody's policies judge it; policies: the same, read.
+    hooked: the labels that the OCI hook gave it; None where it was not attached by that.
+    """
 
     ifindex: int
     settings: EndpointSettings
     owner: str
     texts: tuple[PolicyText, ...] | None = None
     policies: tuple[Policy, ...] | None = None
+    hooked: Mapping[str, str] | None = None
 
 
 class Followed(NamedTuple):
@@ -70,44 +78,66 @@ class Attachments:
             said = json.loads(path.read_text())
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise self._unreadable(str(error)) from None
         try:
             self._take(said, device)
-        except (ConfigError, PolicyError, KeyError, TypeError, ValueError) as error:
+        except (ConfigError, PolicyError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._unreadable(f"it is not as an agent of this release writes it: {error}") from None
 
     def put(self, attachment: Attachment) -> None:
+        """Raises ControlError, and then nothing is different."""
+        before = self.by_ifindex.get(attachment.ifindex)
         self.by_ifindex[attachment.ifindex] = attachment
-        self.save()
+        try:
+            self.save()
+        except ControlError:
+            self._replace(attachment.ifindex, before)
+            raise
 
     def remove(self, ifindexes: Iterable[int]) -> None:
         gone = [ifindex for ifindex in ifindexes if self.by_ifindex.pop(ifindex, None) is not None]
         if gone:
-            self.save()
+            self.save_or_say()
 
     def restore(self, ifindex: int, before: Attachment | None) -> None:
         """As it was before something could not be put in force."""
-        if before is None:
-            self.remove([ifindex])
+        self._replace(ifindex, before)
+        self.save_or_say()
+
+    def _replace(self, ifindex: int, by: Attachment | None) -> None:
+        if by is None:
+            self.by_ifindex.pop(ifindex, None)
         else:
-            self.put(before)
+            self.by_ifindex[ifindex] = by
 
     def report(self, owner: str, found: Mapping[int, EndpointSettings]) -> bool:
-        """All that this owner has now; what somebody attached by command or lease stays his. Is anything different?"""
+        """All that this owner has now; what somebody attached by command or lease stays his. Is anything different?
+
+        What the hook attached is the engine's when it says so; the hook's labels stay with it, where the engine has no others.
+        """
         before = {ifindex: each for ifindex, each in self.by_ifindex.items() if each.owner == owner}
-        after = {
-            ifindex: Attachment(ifindex, settings, owner)
-            for ifindex, settings in found.items()
-            if ifindex in before or ifindex not in self.by_ifindex
-        }
+        after = {}
+        for ifindex, settings in found.items():
+            present = self.by_ifindex.get(ifindex)
+            hooked = present.hooked if present is not None else None
+            if ifindex in before or present is None or hooked is not None:
+                said = dataclasses.replace(settings, labels={**(hooked or {}), **settings.labels})
+                after[ifindex] = Attachment(ifindex, said, owner, hooked=hooked)
         if before == after:
             return False
         for ifindex in before.keys() - after.keys():
             del self.by_ifindex[ifindex]
         self.by_ifindex.update(after)
-        self.save()
+        self.save_or_say()
         return True
+
+    def save_or_say(self) -> None:
+        """For what is so already, and nobody waits for."""
+        try:
+            self.save()
+        except ControlError as error:
+            log.error("%s: the next start goes by what was attached before", error)
 
     def save(self) -> None:
         """Raises ControlError where it cannot be written: what is not there would not be policed by the next process."""
@@ -119,6 +149,7 @@ class Attachments:
                     "owner": each.owner,
                     "texts": each.texts,
                     "endpoint": said_of(each.settings),
+                    "hooked": None if each.hooked is None else dict(each.hooked),
                 }
                 for each in self.by_ifindex.values()
             ],
@@ -127,7 +158,8 @@ class Attachments:
         }
         new = self._path.with_name(self._path.name + ".new")
         try:
-            new.write_text(json.dumps(said))
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as stream:
+                stream.write(json.dumps(said))
             new.replace(self._path)
         except OSError as error:
             raise ControlError(f"{self._path} cannot be written: {error.strerror}") from None
@@ -139,7 +171,12 @@ class Attachments:
             texts = None if each["texts"] is None else tuple(PolicyText(*text) for text in each["texts"])
             policies = None if texts is None else own_policies(texts)
             attachment = Attachment(
-                int(each["ifindex"]), endpoint_of(each["endpoint"], device), str(each["owner"]), texts, policies
+                int(each["ifindex"]),
+                endpoint_of(each["endpoint"], device),
+                str(each["owner"]),
+                texts,
+                policies,
+                each["hooked"],
             )
             self.by_ifindex[attachment.ifindex] = attachment
         for container, engine, endpoint in said["containers"]:
@@ -157,7 +194,7 @@ def own_policies(texts: Iterable[PolicyText]) -> tuple[Policy, ...]:
     closed = Policy("closed", LabelSelector(), (from_host,), default_deny_egress=True, default_deny_ingress=True, origin=origin)
     policies, mistakes = [closed], list[Mistake]()
     for text in texts:
-        reading = read_policy_text(text.name, text.text.encode())
+        reading = read_policy_text(text.name, text.text.encode(errors="surrogatepass"))
         mistakes += reading.mistakes
         policies += reading.policies
     if mistakes:

@@ -480,7 +480,15 @@ def endpoint_of(said: Mapping[str, object], device: str) -> EndpointSettings:
     Raises ConfigError, which names the keys.
     """
     remarks = Remarks("attach")
-    (root,) = read_documents(json.dumps({key: value for key, value in said.items() if value is not None}))
+    text = json.dumps({key: value for key, value in said.items() if value is not None}, ensure_ascii=False)
+    if line_of_unprintable(text) is not None:
+        remarks.mistake(1, "", "there is a character in it that no text has")
+        raise ConfigError(remarks.mistakes)
+    try:
+        (root,) = read_documents(text)
+    except YamlError as error:
+        remarks.mistake(1, "", error.message)
+        raise ConfigError(remarks.mistakes) from None
     endpoint = _endpoint(Field(root, root.line, "", remarks), device)
     if not remarks.mistakes and glob.has_magic(endpoint.interface):
         remarks.mistake(1, "interface", "a pattern stands in the configuration; here one interface is named")

@@ -10,7 +10,7 @@ Rule 2: it asks no engine. The engine waits for us, with the container's lock he
 
 Labels: those of the annotations `namegate.label.KEY` (`podman run --annotation namegate.label.app=web`), because the runtime is
 not told the container's labels; then those said when the hook was installed, which win. An agent that also follows the engine
-replaces them by what it sees there.
+adds the labels it sees there, and those win.
 
 It is started for each container with `python -I`, so it imports little.
 """
@@ -59,7 +59,7 @@ def run(settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     try:
         for peer in behind.peers:
             addresses = [text_of(address) for address in peer.addresses]
-            control.ask("attach", interface=peer.interface, addresses=addresses, **said)
+            control.ask("attach", interface=peer.interface, addresses=addresses, hook=True, **said)
     except ControlError as error:
         raise Unprotected(error.sentence) from None
 

@@ -1,23 +1,21 @@
 """Attachments that live as long as a connection: what becomes of one endpoint's traffic, told to who holds the connection.
 
 Rule 1: a lease is told of what is denied, audited or failed, each thing at most once in REPEAT_AFTER_S. A reader that stands
-still (a job that was stopped) costs no more than LINES_MAX lines; what does not fit is counted and told.
+still (a job that was stopped) loses lines, which are counted and told.
 Rule 2: the summary counts everything, of at most KINDS_MAX different names and destinations each; those beyond are a number.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from agent.core.types import PROTOCOL_NAMES
+from agent.facts import Row, Stream
 
 REPEAT_AFTER_S: Final = 10.0
-LINES_MAX: Final = 1_000
 KINDS_MAX: Final = 1_000
 
-Row = dict[str, Any]
 _Key = tuple[object, ...]
 
 # What clients ask for; another type is written as RFC 3597 does.
@@ -43,22 +41,16 @@ class Lease:
         self.first = first
         self._clock = clock
         self._end = end
-        self._lines: asyncio.Queue[Row] = asyncio.Queue(LINES_MAX)
-        self._lost = 0
+        self._stream = Stream()
         self._told_at: dict[_Key, float] = {}
         self._names: dict[_Key, int] = {}  # name, verdict
         self._drops: dict[_Key, Row] = {}
         self._allow: dict[str, None] = {}
         self._unlisted = 0
 
-    async def lines(self) -> AsyncIterator[Row]:
+    def lines(self) -> AsyncIterator[Row]:
         """What is told while the lease lives; ends with its reader."""
-        while True:
-            line = await self._lines.get()
-            lost, self._lost = self._lost, 0
-            if lost:
-                yield {"fact": {"kind": "lost", "count": lost}}
-            yield line
+        return self._stream.lines()
 
     async def end(self) -> Row:
         """The last line."""
@@ -111,10 +103,7 @@ class Lease:
         if len(self._told_at) >= KINDS_MAX:
             self._told_at.clear()
         self._told_at[key] = at + REPEAT_AFTER_S
-        try:
-            self._lines.put_nowait({"fact": {**fact, "allow": allow}})
-        except asyncio.QueueFull:
-            self._lost += 1
+        self._stream.put({**fact, "allow": allow})
 
 
 def _verdict(fields: Mapping[str, object]) -> str | None:

@@ -17,7 +17,7 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
@@ -70,6 +70,7 @@ from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
 from agent.documents.remarks import Mistake, PolicyError
 from agent.drops import Drops
+from agent.facts import Facts, Listener
 from agent.history_file import HistoryFile
 from agent.holder.client import HolderLink
 from agent.hooks import Hooks
@@ -135,7 +136,8 @@ class Shell:
         self._start_refused = start_refused
         self._loop = asyncio.get_running_loop()
         self._engine = Engine(_settings(config), now(), config.testing.known_bad)
-        self._engine.proxy.is_watched = log.isEnabledFor(logging.DEBUG)
+        self._engine.proxy.is_logged = self._engine.proxy.is_watched = log.isEnabledFor(logging.DEBUG)
+        self.facts = Facts(self._listeners_changed)
         limits = Limits(
             connections_max=config.limits.tcp_connections,
             connections_per_client_max=config.limits.tcp_connections_per_endpoint,
@@ -184,7 +186,7 @@ class Shell:
         if start.records is not None:
             self._take([Restored(start.records, self._datapath.rows())])
         self.host_endpoints = start.endpoints
-        self._compare(start.interfaces)
+        self._compare(start.interfaces, self._attaching.attached())
         self._take([PoliciesChanged(start.policies, _START)])
         self._take([SourceReported(source) for source in sorted(SOURCES - {"containers"})])
         if self._holder is None or not self._holder.is_there:
@@ -410,8 +412,23 @@ class Shell:
             self._attaching.leases[endpoint].take_question(fact.fields)
         is_usual = fact.kind == "question" and fact.fields.get("outcome") == "released"
         level = logging.DEBUG if is_usual else logging.INFO
-        if fact.is_for_log and log.isEnabledFor(level):
-            log.log(level, "%s", _sentence(fact, self._listings()))
+        is_for_log = fact.is_for_log and log.isEnabledFor(level)
+        if is_for_log or self.facts.are_wanted(fact.kind):
+            shown = _shown(fact, self._listings())
+            self.facts.tell(fact.kind, shown)
+            if is_for_log:
+                words = ((key, str(value)) for key, value in shown.items())
+                said = " ".join(f"{key}={value!r}" if " " in value else f"{key}={value}" for key, value in words)
+                log.log(level, "%s %s", fact.kind, said)
+
+    async def _listen(self, arguments: Mapping[str, object]) -> Listener:
+        kinds, endpoint = arguments.get("kinds") or [], arguments.get("endpoint")
+        if not isinstance(kinds, list) or not isinstance(endpoint, int | None):
+            raise ControlError("`kinds` is a list of words, `endpoint` a number")
+        return self.facts.listen(frozenset(map(str, kinds)), endpoint)
+
+    def _listeners_changed(self) -> None:
+        self._engine.proxy.is_watched = self._engine.proxy.is_logged or self.facts.are_wanted("question")
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
@@ -442,7 +459,7 @@ class Shell:
             while True:
                 self._must_look_again = False
                 lookers, self._lookers = self._lookers, []
-                began = self._loop.time()
+                began, attached = self._loop.time(), self._attaching.attached()
                 self._vanished |= self._watch.take_gone() if self._watch is not None else set()
                 try:
                     interfaces = await asyncio.to_thread(Interfaces)
@@ -453,7 +470,7 @@ class Shell:
                     pause_s = LOOK_AGAIN_AFTER_S
                 else:
                     vanished, self._vanished = self._vanished, set()
-                    self._compare(interfaces, vanished)
+                    self._compare(interfaces, attached, vanished)
                     for looker in lookers:
                         looker.set_result(None)
                     pause_s = min(LOOK_PAUSE_LOOKS * (self._loop.time() - began), LOOK_AGAIN_AFTER_S)
@@ -463,12 +480,14 @@ class Shell:
         finally:
             self._looking = None
 
-    def _compare(self, interfaces: Interfaces, vanished: Collection[int] = ()) -> None:
-        """Tell the engine what came, what went and what is different.
+    def _compare(self, interfaces: Interfaces, attached: set[int], vanished: Collection[int] = ()) -> None:
+        """Tell the engine what came, what went and what is different. attached: when this was looked at; what was attached
+        since may be an interface that was not there yet.
 
         An address that goes from one endpoint to another is taken from the one before the other gets it.
         """
-        self._attaching.keep_only({link.ifindex for link in interfaces.links.values()} - set(vanished))
+        there = {link.ifindex for link in interfaces.links.values()} - set(vanished)
+        self._attaching.end_all(attached - there)
         present = self.host_endpoints.look(interfaces, vanished)
         for interface, reason in present.wrong.items():
             if self._wrong.get(interface) != reason:
@@ -496,6 +515,7 @@ class Shell:
         return Listings(self._engine, now())
 
     def _take_drop(self, event: DropEvent, drop: Row) -> None:
+        self.facts.tell("drop", drop)
         if event.endpoint in self._attaching.leases:
             self._attaching.leases[event.endpoint].take_drop(drop)
         # It may be the endpoint's own address, not known yet.
@@ -507,32 +527,28 @@ class Shell:
 
     async def answer(self, command: str, arguments: Mapping[str, object]) -> object:
         """One request of the control socket."""
-        listings = self._listings()
-        shows: dict[str, Callable[[], object]] = {
-            "names": listings.names,
-            "selectors": listings.selectors,
-            "identities": listings.identities,
-            "ipcache": listings.ipcache,
-            "policy-map": listings.policy_map,
-            "patterns": listings.patterns,
-            "drops": self.drops.read,
+        shows: dict[str, Callable[[Listings], object]] = {
+            "names": Listings.names,
+            "selectors": Listings.selectors,
+            "identities": Listings.identities,
+            "ipcache": Listings.ipcache,
+            "policy-map": Listings.policy_map,
+            "patterns": Listings.patterns,
+            "drops": lambda _: self.drops.read(),
+            "hello": lambda _: {"network_namespace": own_network_namespace()},
         }
-        if command == "status":
-            return await self._status.whole()
-        if command == "endpoints":
-            return await self._status.endpoints()
         if command in shows:
-            return shows[command]()
-        if command == "apply":
-            return await self._apply(arguments)
-        if command == "hello":
-            return {"network_namespace": own_network_namespace()}
-        if command == "attach":
-            return await self._attaching.attach(arguments)
-        if command == "detach" and arguments.get("container"):
-            return await self._attaching.unfollow(str(arguments["container"]))
-        if command == "detach":
-            return await self._release(str(arguments.get("interface")))
+            return shows[command](self._listings())
+        does: dict[str, Callable[[Mapping[str, object]], Awaitable[object]]] = {
+            "status": lambda _: self._status.whole(),
+            "endpoints": lambda _: self._status.endpoints(),
+            "apply": self._apply,
+            "attach": self._attaching.attach,
+            "facts": self._listen,
+            "detach": self._detach,
+        }
+        if command in does:
+            return await does[command](arguments)
         if command == "inject" and self._config.testing.enabled:
             return self._inject(arguments)
         raise ControlError(f"the agent knows no command `{command}`")
@@ -581,8 +597,11 @@ class Shell:
             self._tickets.pop(ticket, None)
         return None
 
-    async def _release(self, interface: str) -> Row:
-        """One interface is let go, and the kernel is asked whether it is."""
+    async def _detach(self, arguments: Mapping[str, object]) -> Row:
+        """Of one interface the kernel is asked whether it is let go."""
+        if arguments.get("container"):
+            return await self._attaching.unfollow(str(arguments["container"]))
+        interface = str(arguments.get("interface"))
         added = next((e.added for e in self._engine.groups.endpoints.values() if e.added.interface == interface), None)
         if added is None:
             raise ControlError(f"{interface} is no endpoint: `namegate endpoints` shows those that are", 1)
@@ -635,12 +654,12 @@ def _seconds(given: object) -> float:
     return seconds
 
 
-def _sentence(fact: Fact, listings: Listings) -> str:
+def _shown(fact: Fact, listings: Listings) -> Row:
     said = {key: value for key, value in fact.fields.items() if value is not None}
     if "cookie" in said:
         cookie = int(str(said.pop("cookie")))
-        said["rule"] = repr(listings.rule_text(cookie) if cookie else "no rule")
-    return f"{fact.kind} " + " ".join(f"{key}={value}" for key, value in said.items())
+        said["rule"] = listings.rule_text(cookie) if cookie else "no rule"
+    return said
 
 
 def _settings(config: Config) -> Settings:

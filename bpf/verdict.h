@@ -21,7 +21,8 @@
  *  6. A later fragment is judged as its first one was; it never opens a flow. Without a first that passed it is dropped, and
  *     where it would write over what the first one holds (RFC 3128, RFC 5722).
  *  7. A packet of a live flow of the present set passes.
- *     a. A flow too long without a packet, and a connection (TCP, SCTP) that is over and opened anew, is no flow.
+ *     a. A flow too long without a packet, and a connection (TCP, SCTP) that is over and opened anew, is no flow. A TCP connection
+ *        in use that its opener opens anew is none to that SYN: who keeps one has no way to others at what the address is now.
  *     b. A TCP SYN against the direction of a live flow is not of that flow: judged as new, the flow is left as it is.
  *     c. An ICMP error goes to the sender of what it is about. It has the verdict of that flow, and changes nothing in it. About
  *        no flow, or to somebody else: dropped.
@@ -297,7 +298,7 @@ static __always_inline int is_opening(const struct packet *p)
 }
 
 /* 7a */
-static __always_inline int is_over(const struct flow_value *flow, __u8 protocol, int is_opened_anew, __u64 now)
+static __always_inline int is_over(const struct flow_value *flow, __u8 protocol, int is_opened_anew, __u8 direction, __u64 now)
 {
 	__u64 life = FLOW_CONNECTIONLESS_NS;
 
@@ -306,7 +307,7 @@ static __always_inline int is_over(const struct flow_value *flow, __u8 protocol,
 	} else if (protocol == PROTOCOL_TCP || protocol == PROTOCOL_SCTP) {
 		int is_closed = flow->closing == CLOSED_BY_BOTH;
 
-		if (is_closed && is_opened_anew)
+		if (is_opened_anew && (is_closed || (protocol == PROTOCOL_TCP && flow->settled && direction == flow->direction)))
 			return 1;
 		life = is_closed ? FLOW_CLOSED_NS : flow->settled ? FLOW_SETTLED_NS : FLOW_OPENING_NS;
 	}
@@ -516,7 +517,7 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 			return reason;
 		flow_key_of(&p->tuple, e->endpoint, 1, &key);
 		flow = find_flow(&key);
-		if (flow && flow->exempt && !is_over(flow, key.protocol, is_opening(p), now))
+		if (flow && flow->exempt && !is_over(flow, key.protocol, is_opening(p), direction, now))
 			note_packet(flow, &key, p, e->scope, direction, now);
 		else
 			open_flow(&key, p, e, g, direction, now, d, 0, 1);
@@ -553,7 +554,7 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 	}
 	if (p->kind != KIND_SINGLE)
 		flow = find_flow(&key);
-	if (flow && is_over(flow, key.protocol, p->kind == KIND_FLOW && is_opening(p), now)) /* 7a. */
+	if (flow && is_over(flow, key.protocol, p->kind == KIND_FLOW && is_opening(p), direction, now)) /* 7a. */
 		flow = 0;
 	if (flow && flow->exempt && direction == DIRECTION_EGRESS && p->kind == KIND_FLOW &&
 	    (p->origin != ORIGIN_MARKED || p->tuple.protocol != PROTOCOL_TCP || is_opening(p))) /* 7e. */

@@ -141,6 +141,8 @@ class ControlServer:
         task = asyncio.current_task()
         assert task is not None
         self._feeding.add(task)
+        for line in _slices(feed.first):  # also for a client that has ended its side already
+            writer.write(line)
         telling = task.get_loop().create_task(_tell(writer, feed))
         try:
             with contextlib.suppress(OSError):
@@ -155,8 +157,6 @@ class ControlServer:
 async def _tell(writer: asyncio.StreamWriter, feed: Feed) -> None:
     """A client that is gone ends its side too, so nothing is done about it here."""
     with contextlib.suppress(OSError):
-        for line in _slices(feed.first):
-            writer.write(line)
         async for each in feed.lines():
             writer.write(json.dumps(each).encode() + b"\n")
             await writer.drain()

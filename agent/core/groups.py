@@ -312,6 +312,7 @@ class Groups:
                 yield 1 + len(plan.policies) // 8
                 key, policies = (selecting, audit), [plan.policies[i] for i in sorted(selecting)]
             else:
+                yield 1 + sum(len(policy.rules) for policy in own) // 8
                 key, policies = (own, audit), list(own)
             if key not in compiled_by_key:
                 compiled_by_key[key] = yield from compile_policies(policies, self._cookies, labels, audit=audit)

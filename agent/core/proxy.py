@@ -148,8 +148,9 @@ class Proxy:
         self.history = NameHistory(settings.history_max)
         self._aliases = Aliases(settings.history_max)
         self.distinct = DistinctNames(settings.names_per_minute)
-        self.is_watched = False  # somebody reads what becomes of each question
-        self.watched: set[int] = set()  # or of those of these endpoints
+        self.is_watched = False  # somebody hears what becomes of each question
+        self.watched: set[int] = set()  # or of each of these endpoints
+        self.is_logged = False  # each is for the log as well
         self._sparing = Sparing()
         self.is_started = False
         self._groups = groups
@@ -499,7 +500,7 @@ class Proxy:
         if not kinds:
             return True
         self._count("replies with guarded addresses")
-        unsaid = 0 if self.is_watched else self._sparing.may_say(("guard", transaction.endpoint), now)
+        unsaid = 0 if self.is_logged else self._sparing.may_say(("guard", transaction.endpoint), now)
         if unsaid is not None:
             addresses = {text_of(address): str(kind) for address, kind in kinds.items()}
             asked = {"endpoint": transaction.endpoint, "name": question.name, "type": question.qtype}
@@ -716,8 +717,8 @@ class Proxy:
 
         transaction: None where the question could not be read.
         """
-        unsaid = 0 if self.is_watched or outcome == "released" else self._sparing.may_say(("question", endpoint), now)
-        if unsaid is None and endpoint not in self.watched:
+        unsaid = 0 if self.is_logged or outcome == "released" else self._sparing.may_say(("question", endpoint), now)
+        if unsaid is None and not self.is_watched and endpoint not in self.watched:
             return
         fields: dict[str, object] = {"endpoint": endpoint, "client": text_of(query.client), "server": text_of(query.server)}
         fields["protocol"] = "udp" if query.protocol == PROTOCOL_UDP else "tcp"

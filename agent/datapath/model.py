@@ -316,7 +316,8 @@ class Model:
                 return Judgement(Reason.PASS_FORWARDED), packet  # 4c.
         key = _flow_key(endpoint.endpoint, about, outward if about is packet else not outward)
         flow = None if packet.kind is Kind.SINGLE else self.flows.get(key)
-        if flow and _is_over(flow, key.protocol, packet.kind is Kind.FLOW and packet.is_opening, now):  # 7a.
+        is_opened_anew = packet.kind is Kind.FLOW and packet.is_opening
+        if flow and _is_over(flow, key.protocol, direction if is_opened_anew else None, now):  # 7a.
             flow = None
         if flow and flow.exempt and outward and packet.kind is Kind.FLOW:  # 7e.
             is_kernels = origin is Origin.MARKED and packet.protocol == PROTOCOL_TCP and not packet.is_opening
@@ -427,7 +428,7 @@ class Model:
         if leaves_flow:  # 4a.
             key = _flow_key(endpoint.endpoint, packet, is_source_local=True)
             flow = self.flows.get(key)
-            if flow is None or not flow.exempt or _is_over(flow, key.protocol, packet.is_opening, now):
+            if flow is None or not flow.exempt or _is_over(flow, key.protocol, direction if packet.is_opening else None, now):
                 flow = Flow(now, 0, group.set, 0, packet.policy_port, direction, exempt=True)
             _note(flow, packet, direction, now)
             self.flows[key] = flow
@@ -540,9 +541,12 @@ def life_of(protocol: int, state: FlowState, *, is_settled: bool, is_closed: boo
     return SETTLED_NS if is_settled else OPENING_NS
 
 
-def _is_over(flow: Flow, protocol: int, is_opened_anew: bool, now: int) -> bool:
-    if flow.state is FlowState.LIVE and flow.is_closed and is_opened_anew:
-        return True
+def _is_over(flow: Flow, protocol: int, opened_anew: Direction | None, now: int) -> bool:
+    """7a. opened_anew: of a packet that would open a flow, which way it goes."""
+    if flow.state is FlowState.LIVE and opened_anew is not None:
+        is_in_use = protocol == PROTOCOL_TCP and flow.settled and opened_anew is flow.direction
+        if flow.is_closed or is_in_use:
+            return True
     return now - flow.last > life_of(protocol, flow.state, is_settled=flow.settled, is_closed=flow.is_closed)
 
 

@@ -87,6 +87,11 @@ class ContainerWatch:
         for entry in entries:
             self._engine(entry.engine).entries.append(entry)
 
+    @property
+    def owners(self) -> frozenset[str]:
+        """Who may report something."""
+        return frozenset(map(owner_of, self._engines))
+
     def start(self) -> None:
         """In the loop's thread."""
         self._network = NetworkWatch(asyncio.get_running_loop(), self._network_changed)

@@ -105,9 +105,11 @@ class HostEndpoints:
         """By command: this interface is no endpoint any more, until this process ends or the interface does."""
         self._released.add(ifindex)
 
-    def take_back(self, ifindex: int) -> None:
-        """It is to be an endpoint again."""
+    def take_back(self, ifindex: int) -> bool:
+        """It is to be an endpoint again. Was it released?"""
+        was_released = ifindex in self._released
         self._released.discard(ifindex)
+        return was_released
 
     def number_of(self, ifindex: int) -> int | None:
         """The endpoint's, as of the last look."""

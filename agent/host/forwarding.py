@@ -10,8 +10,10 @@ also makes it deaf to router advertisements: that is for its administrator to tu
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,39 +26,55 @@ _RTN_UNICAST: Final = 1
 _NEXTHOP_OCTETS: Final = 8  # struct rtnexthop: length:16 flags:8 hops:8 ifindex:32
 
 
-def enable(interface: str) -> tuple[dict[str, str], bool]:
-    """What was changed, path to the value before, and whether this interface has IPv6 to the outside. Raises OSError."""
-    changed: dict[str, str] = {}
-    outward = {family: _outward(family) for family in (socket.AF_INET, socket.AF_INET6)}
+def needed(interface: str) -> tuple[dict[str, str], bool]:
+    """The switches to turn on, each path with its value now, and whether this interface has IPv6 to the outside then. With each
+    the host's switch of the same kind, for `put_back`.
+    """
+    switches: dict[str, str] = {}
+    for_ipv4, _ = _outward(socket.AF_INET)
+    for_ipv6, has_ipv6 = _outward(socket.AF_INET6)
     names = dict(socket.if_nameindex())
-    for index in {*outward[socket.AF_INET][0], socket.if_nametoindex(interface)}:
-        _turn_on(f"ipv4/conf/{names[index]}/forwarding", changed)
-    has_ipv6 = outward[socket.AF_INET6][1]
+    for name in {interface, *(names[index] for index in for_ipv4 & names.keys())}:
+        _add("ipv4", name, "forwarding", switches)
     if has_ipv6 and _read("ipv6/conf/all/forwarding") != "1":
-        has_ipv6 = (_SYSCTLS / f"ipv6/conf/{interface}/force_forwarding").exists()
-        for index in {*outward[socket.AF_INET6][0], socket.if_nametoindex(interface)} if has_ipv6 else ():
-            _turn_on(f"ipv6/conf/{names[index]}/force_forwarding", changed)
-    return changed, has_ipv6
+        has_ipv6 = _read(f"ipv6/conf/{interface}/force_forwarding") is not None
+        for name in {interface, *(names[index] for index in for_ipv6 & names.keys())} if has_ipv6 else ():
+            _add("ipv6", name, "force_forwarding", switches)
+    return switches, has_ipv6
 
 
-def put_back(changed: dict[str, str]) -> None:
-    """An interface that went meanwhile has taken its switch with it; one that somebody turned off since stays as it is."""
-    for path, value in changed.items():
-        if _read(path) == "1":
-            (_SYSCTLS / path).write_text(value)
+def turn_on(switches: Mapping[str, str]) -> None:
+    """Raises OSError; what was turned until then is for `put_back`."""
+    for path in switches:
+        if "/conf/all/" not in path:
+            (_SYSCTLS / path).write_text("1")
 
 
-def _turn_on(path: str, changed: dict[str, str]) -> None:
-    before = _read(path)
-    if before is not None and before != "1":
-        (_SYSCTLS / path).write_text("1")
-        changed[path] = before
+def put_back(switches: Mapping[str, str]) -> None:
+    """An interface that went meanwhile has taken its switch with it. Who turned one off since, or all of them on or off by the
+    host's switch, has the last word.
+    """
+    for path, value in switches.items():
+        family, _, _, kind = path.split("/")
+        of_host = f"{family}/conf/all/{kind}"
+        if path != of_host and _read(path) == "1" and _read(of_host) == switches.get(of_host):
+            with contextlib.suppress(OSError):  # it goes at this moment
+                (_SYSCTLS / path).write_text(value)
+
+
+def _add(family: str, interface: str, kind: str, switches: dict[str, str]) -> None:
+    for name in (interface, "all"):
+        path = f"{family}/conf/{name}/{kind}"
+        before = _read(path)
+        if before is None or (before == "1" and name == interface):
+            return
+        switches[path] = before
 
 
 def _read(path: str) -> str | None:
     try:
         return (_SYSCTLS / path).read_text().strip()
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

@@ -62,9 +62,10 @@ def run(order: Order) -> int:
     agents = Agents(order.control, order.administrators)
     agents.ensure()
     terminal = Terminal()
+    terminal.has_given_group = terminal.is_ours_alone()
     hidden = masks.masked(who.uid, who.name, [agents.socket], order.kept_sockets)
     environment = who.environment(os.environ)
-    plan = inside.Plan(order.command, environment, who, hidden, terminal.fd, terminal.is_ours_alone())
+    plan = inside.Plan(order.command, environment, who, hidden, terminal.fd, terminal.has_given_group)
     init, channel = inside.fork_init(plan)
     around = network.surroundings()
     _expect(channel, "ready")
@@ -162,10 +163,14 @@ class _Waiting:
                 self._lease.again()
 
     def _take_signal(self, received: kernel.Received) -> None:
-        """A terminal that is hung up tells its session's leader alone."""
-        if received.is_told or (received.number in {signal.SIGHUP, signal.SIGCONT} and os.getsid(0) == os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, received.number)
+        """What the terminal sends to our group has reached COMMAND, unless that has one of its own (a job that was in the
+        background is the foreground again). One that is hung up tells its session's leader alone."""
+        number, is_told = received
+        with contextlib.suppress(ProcessLookupError):
+            if not is_told and self._terminal.has_given_group:
+                self._terminal.pass_on(self._command, number)
+            elif is_told or (number in {signal.SIGHUP, signal.SIGCONT} and os.getsid(0) == os.getpid()):
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def _take_message(self) -> int | None:
         try:

@@ -25,9 +25,10 @@ _ANCESTORS_MAX: Final = 8
 
 
 class Terminal:
-    """fd: of the controlling terminal; -1: there is none."""
+    """fd: of the controlling terminal; -1: there is none. has_given_group: COMMAND got a group of its own."""
 
     def __init__(self) -> None:
+        self.has_given_group = False
         try:
             self.fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError:
@@ -58,13 +59,19 @@ class Terminal:
             with contextlib.suppress(OSError):
                 os.tcsetpgrp(self.fd, self._group)  # SIGTTOU is blocked
 
+    def pass_on(self, command: int, number: int) -> None:
+        """To COMMAND's group, as it would be the foreground without us."""
+        group = os.getpgid(command)
+        self.give(group)
+        os.killpg(group, number)
+
     def stopped(self, command: int, number: int) -> None:
         """COMMAND, this process, was stopped by this signal: give it what it asks for, or stop until somebody continues us."""
         try:
             group = os.getpgid(command)
         except ProcessLookupError:
             return
-        if number == signal.SIGTTOU and group != self._group and self._foreground() == self._group:
+        if number in {signal.SIGTTOU, signal.SIGTTIN} and group != self._group and self._foreground() == self._group:
             self.give(group)
         elif signal.SIGCONT not in signal.sigpending():  # somebody was faster
             self.take_back(group)

@@ -133,6 +133,23 @@ def _ages() -> Iterator[Case]:
                 back(OPENED, R.PASS_FLOW),
             ),
         ),
+        (
+            "TCP, opened anew while it is in use",
+            "is another connection; a SYN that only comes twice, before there was an answer, is not",
+            (
+                out(OPENING, R.PASS_POLICY),
+                back(OPENED, R.PASS_FLOW),
+                out(OPENING, R.PASS_FLOW),
+                out(SENT, R.PASS_FLOW),
+                holds(PEER, None),
+                out(OPENING, R.DROP_POLICY),
+                out(SENT, R.PASS_FLOW),
+                back(RECEIVED, R.PASS_FLOW),
+                holds(PEER, PEERS),
+                out(OPENING, R.PASS_POLICY),
+                back(RECEIVED, R.PASS_FLOW),
+            ),
+        ),
         ("UDP", "a minute", (out(DATAGRAM, R.PASS_POLICY, UDP), After(61), back(reply, R.DROP_POLICY, UDP))),
         (
             "UDP, kept up by the peer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -15,11 +16,13 @@ import pytest
 from agent.datapath import syscall
 from tests.netns import pcap
 from tests.netns.asking import ask, connect
+from tests.netns.docker_answers import RESOLV_CONF, Docker, inspected
 from tests.netns.engine import Engine
 from tests.netns.lab import INTERNET_UPLINK, NAME_SERVERS, Lab
 from tests.netns.running import RunningAgent
 from tests.netns.sending import reasons
 from tests.netns.test_bug_cases_start import policy_for
+from tests.netns.test_interfaces import batch
 
 pytestmark = pytest.mark.root
 
@@ -46,9 +49,21 @@ def shared_engine(lab: Lab) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def shared_agent(lab: Lab, shared_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
-    """It polices nothing by itself but the engine's containers that have a label."""
-    containers = [{"engine": str(shared_engine.socket), "select": {"policed": "yes"}, "labels": {"by": "configuration"}}]
+def docker(lab: Lab) -> Iterator[Docker]:
+    """Its answers, as documented; it has no container."""
+    with Docker(lab.directory / "docker.sock", None) as docker:
+        yield docker
+
+
+@pytest.fixture(scope="module")
+def shared_agent(
+    lab: Lab, shared_engine: Engine, docker: Docker, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningAgent]:
+    """It polices nothing by itself but the engine's containers that have a label, and Docker's."""
+    containers = [
+        {"engine": str(shared_engine.socket), "select": {"policed": "yes"}, "labels": {"by": "configuration"}},
+        {"engine": str(docker.server_address), "select": {"com.docker.compose.project": "shop"}},
+    ]
     directory = tmp_path_factory.mktemp("agent")
     with RunningAgent(lab, POLICY, directory, endpoints=[], containers=containers) as agent:
         yield agent
@@ -105,8 +120,12 @@ def frames(path: Path) -> int:
 
 def allows(engine: Engine, container: str, denied: str) -> None:
     """What the policy says: a.test resolves and connects, another name is denied, another address refused."""
-    assert ALLOWED in engine.lookup(container, "a.test", NAME_SERVER)
-    assert "NXDOMAIN" in engine.lookup(container, "denied.test", NAME_SERVER)
+    said = engine.inside(
+        container,
+        *("sh", "-c", f"nslookup -type=a a.test {NAME_SERVER}; nslookup -type=a denied.test {NAME_SERVER}"),
+    )
+    assert f"Address: {ALLOWED}" in said, said
+    assert "can't find denied.test: NXDOMAIN" in said, said
     assert engine.connect(container, ALLOWED) == "connected"
     assert "refused" in engine.connect(container, denied)
 
@@ -270,6 +289,30 @@ def test_what_cannot_be_policed_is_said(agent: RunningAgent, engine: Engine) -> 
     assert namegate(agent, "detach", "--container", "later").returncode == 0
 
 
+def test_docker_by_its_documented_answers(lab: Lab, agent: RunningAgent, docker: Docker, tmp_path: Path) -> None:
+    """Policed from its start to its end, with the addresses it was given; that its resolver asks past the veth is said."""
+    resolv_conf = tmp_path / "resolv.conf"
+    resolv_conf.write_text(RESOLV_CONF)
+    v4, v6 = lab.client.addresses
+    told = {"sandbox": f"/run/netns/{lab.client.namespace}", "address": v4, "address6": v6, "resolv_conf": str(resolv_conf)}
+    docker.happen("start", inspected(**told))
+    agent.await_status(lambda _: endpoints(agent).get("shop-web-1", {}).get("state") == "enforcing", within_s=10)
+    row = endpoints(agent)["shop-web-1"]
+    assert (row["interface"], set(row["addresses"])) == ("ep1", {v4, v6})
+    assert row["labels"] == {
+        "com.docker.compose.project": "shop",
+        "com.docker.compose.service": "web",
+        "container": "shop-web-1",
+    }
+    (reason,) = (reason for reason in agent.status()["reasons"] if reason.startswith("container shop-web-1"))
+    assert "asks 127.0.0.53 from the host" in reason
+    assert "daemon.json" in reason
+    assert connect(lab, "198.51.100.70").endswith("refused")
+    assert reasons(agent, "198.51.100.70") == [("policy", "not resolved through the proxy")]
+    docker.happen("die", inspected(**told, is_running=False))
+    agent.await_status(lambda status: endpoints(agent) == {} and status["state"] == "enforcing", within_s=10)
+
+
 # --- namespaces --------------------------------------------------------------------------------------------------------------
 
 
@@ -391,3 +434,38 @@ def test_case_150_who_sent_it_is_known_behind_one_bridge(agent: RunningAgent, en
         agent.apply(f"{a}---\n{b}")
         engine.podman("rm", "--all", "--force", "--time", "0")
     namegate(agent, "detach", "--hook", "--hooks-dir", engine.hooks)
+
+
+def test_case_152_guests_behind_a_second_nat(lab: Lab, agent: RunningAgent) -> None:
+    """Replies reach the guest that asked, from the address that was asked; before and after a restart of the agent."""
+    router = lab.client
+    guests = [dataclasses.replace(router, namespace=f"{lab.host.removesuffix('host')}guest{number}") for number in (1, 2)]
+    rules = "table ip guests { chain out { type nat hook postrouting priority 100; oifname eth0 masquerade; }; }"
+    lab.settle(router.namespace, {"ipv4/ip_forward": 1})
+    lab.run(router.namespace, "nft", rules)
+    try:
+        for number, guest in enumerate(guests, 1):
+            lab.run(lab.host, "ip", "netns", "add", guest.namespace)
+            batch(
+                lab,
+                router.namespace,
+                f"link add guest{number} type veth peer name eth0 netns {guest.namespace}",
+                f"addr add 10.152.{number}.1/24 dev guest{number}",
+                f"link set guest{number} up",
+            )
+            via = f"route add default via 10.152.{number}.1"
+            batch(lab, guest.namespace, f"addr add 10.152.{number}.2/24 dev eth0", "link set eth0 up", via)
+        assert namegate(agent, "attach", "--netns", router.namespace).returncode == 0
+        for _ in range(2):
+            for guest in guests:
+                answer = ask(lab, "a.test", client=guest)
+                assert (answer.addresses, answer.server) == ((ALLOWED,), NAME_SERVER)
+                assert connect(lab, ALLOWED, client=guest) == "connected"
+                assert connect(lab, "198.51.100.152", client=guest).endswith("refused")
+            agent.end(signal.SIGTERM)
+            agent.start()
+        assert namegate(agent, "detach", "--netns", router.namespace).returncode == 0
+    finally:
+        for guest in guests:
+            lab.run(lab.host, "ip", "netns", "del", guest.namespace, check=False)
+        lab.run(router.namespace, "nft", "delete", "table", "ip", "guests", check=False)
