@@ -74,7 +74,8 @@ class Attaching:
         for each in attachments.followed.values():
             self._containers.resume(each.container, Path(each.engine) if each.engine else None, each.settings)
         owners = {COMMAND, LEASE, *self._containers.owners}
-        attachments.remove([ifindex for ifindex, each in attachments.by_ifindex.items() if each.owner not in owners])
+        orphans = (each for each in attachments.by_ifindex.values() if each.owner not in owners and each.hooked is None)
+        attachments.remove([each.ifindex for each in orphans])
 
     def start(self, listed: Callable[[], None]) -> None:
         """listed: called when every engine has said what it has."""

@@ -114,7 +114,8 @@ class Attachments:
     def report(self, owner: str, found: Mapping[int, EndpointSettings]) -> bool:
         """All that this owner has now; what somebody attached by command or lease stays his. Is anything different?
 
-        What the hook attached is the engine's when it says so; the hook's labels stay with it, where the engine has no others.
+        What the hook attached is the engine's when it says so. It keeps the hook's labels: the engine's add to them (an image
+        has labels, too).
         """
         before = {ifindex: each for ifindex, each in self.by_ifindex.items() if each.owner == owner}
         after = {}
@@ -122,7 +123,7 @@ class Attachments:
             present = self.by_ifindex.get(ifindex)
             hooked = present.hooked if present is not None else None
             if ifindex in before or present is None or hooked is not None:
-                said = dataclasses.replace(settings, labels={**(hooked or {}), **settings.labels})
+                said = dataclasses.replace(settings, labels={**settings.labels, **(hooked or {})})
                 after[ifindex] = Attachment(ifindex, said, owner, hooked=hooked)
         if before == after:
             return False

@@ -10,7 +10,7 @@ Rule 2: it asks no engine. The engine waits for us, with the container's lock he
 
 Labels: those of the annotations `namegate.label.KEY` (`podman run --annotation namegate.label.app=web`), because the runtime is
 not told the container's labels; then those said when the hook was installed, which win. An agent that also follows the engine
-adds the labels it sees there, and those win.
+adds the labels it sees there; these here hold.
 
 It is started for each container with `python -I`, so it imports little.
 """

@@ -99,9 +99,7 @@ class ContainerWatch:
             engine.start()
 
     async def listed(self) -> None:
-        """Until each engine known at this moment has said what it has, or cannot be asked: a source of labels at start. One that
-        is asked and silent is waited for.
-        """
+        """Until each engine known at this moment has said what it has, or cannot be asked: a source of labels at start."""
         await asyncio.gather(*(engine.asked.wait() for engine in self._engines.values()))
 
     async def follow(self, name: str, engine: Path | None, settings: EndpointSettings) -> Attached:

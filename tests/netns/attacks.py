@@ -652,7 +652,18 @@ def _is_to_allowed_port(body: bytes, *, is_v6: bool) -> bool:
         protocol, at = body[9], (body[0] & 15) * 4
         if int.from_bytes(body[6:8], "big") & 0x1FFF:
             return True
+    if protocol == (ICMPV6 if is_v6 else ICMP):
+        return _is_about_allowed_port(body[at:], is_v6=is_v6)
     return protocol in (TCP, UDP, SCTP) and int.from_bytes(body[at + 2 : at + 4], "big") == PORT
+
+
+def _is_about_allowed_port(message: bytes, *, is_v6: bool) -> bool:
+    """An error about what the allowed peer had sent."""
+    about = message[8:]
+    ports_at = 40 if is_v6 else (about[0] & 15) * 4 if about else 0
+    source = about[8:24] if is_v6 else about[12:16]
+    is_error = message[0] in ((1, 2, 3, 4) if is_v6 else (3, 11, 12))
+    return is_error and source == packed(ALLOWED[is_v6]) and int.from_bytes(about[ports_at : ports_at + 2], "big") == PORT
 
 
 # --- at random -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ options edns0 trust-ad ndots:0
 """
 
 
-def inspected(*, sandbox: str, address: str, address6: str, resolv_conf: str, is_running: bool = True) -> dict[str, Any]:
+def inspected(sandbox: str, address: str, address6: str, resolv_conf: str, *, is_running: bool = True) -> dict[str, Any]:
     """Of /containers/ID/json. sandbox: the file of its network namespace."""
     return {
         "Id": WEB,

@@ -220,14 +220,12 @@ def test_containers_by_their_labels_through_all_that_happens_to_them(agent: Runn
         ("network", "connect", NETWORK, "job"),
         ("restart", "--time", "0", "job"),
     ):
-        before = endpoints(agent).get("job", {}).get("endpoint")
+        before = {row["endpoint"] for row in endpoints(agent).values()}
         engine.podman(*change)
         if "disconnect" in change:
             agent.await_status(lambda _: endpoints(agent) == {}, within_s=10)
             continue
-        agent.await_status(
-            lambda _, before=before: endpoints(agent).get("job", {}).get("endpoint") not in (None, before), within_s=10
-        )  # type: ignore[misc]
+        agent.await_status(lambda _: not before & {row["endpoint"] for row in endpoints(agent).values()}, within_s=10)  # noqa: B023
         await_endpoint(agent, "job", engine.address("job", NETWORK))
         allows(engine, "job", denied)
     engine.stop_service()
@@ -294,8 +292,8 @@ def test_docker_by_its_documented_answers(lab: Lab, agent: RunningAgent, docker:
     resolv_conf = tmp_path / "resolv.conf"
     resolv_conf.write_text(RESOLV_CONF)
     v4, v6 = lab.client.addresses
-    told = {"sandbox": f"/run/netns/{lab.client.namespace}", "address": v4, "address6": v6, "resolv_conf": str(resolv_conf)}
-    docker.happen("start", inspected(**told))
+    told = (f"/run/netns/{lab.client.namespace}", v4, v6, str(resolv_conf))
+    docker.happen("start", inspected(*told))
     agent.await_status(lambda _: endpoints(agent).get("shop-web-1", {}).get("state") == "enforcing", within_s=10)
     row = endpoints(agent)["shop-web-1"]
     assert (row["interface"], set(row["addresses"])) == ("ep1", {v4, v6})
@@ -309,7 +307,7 @@ def test_docker_by_its_documented_answers(lab: Lab, agent: RunningAgent, docker:
     assert "daemon.json" in reason
     assert connect(lab, "198.51.100.70").endswith("refused")
     assert reasons(agent, "198.51.100.70") == [("policy", "not resolved through the proxy")]
-    docker.happen("die", inspected(**told, is_running=False))
+    docker.happen("die", inspected(*told, is_running=False))
     agent.await_status(lambda status: endpoints(agent) == {} and status["state"] == "enforcing", within_s=10)
 
 

@@ -27,13 +27,13 @@ from agent.host.containers import (
 from agent.host.peers import NotPoliced, Peer, behind_name, behind_process
 from tests.netns.docker_answers import RESOLV_CONF, WEB, Docker, inspected
 
-ADDRESSES = {"address": "172.18.0.2", "address6": "2001:db8:18::2"}
+ADDRESSES = ("172.18.0.2", "2001:db8:18::2")
 
 
 def shown(tmp_path: Path, resolv_conf: str = RESOLV_CONF) -> _Shown:
     file = tmp_path / "resolv.conf"
     file.write_text(resolv_conf)
-    return _shown_of(inspected(sandbox="/var/run/docker/netns/9d12daf2c33f", resolv_conf=str(file), **ADDRESSES))
+    return _shown_of(inspected("/var/run/docker/netns/9d12daf2c33f", *ADDRESSES, str(file)))
 
 
 def nothing(_owner: str, _found: Mapping[int, EndpointSettings] | None, _problems: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ def test_what_docker_says_of_a_container(tmp_path: Path) -> None:
     assert (said.number, said.name, said.pid) == (WEB, "shop-web-1", 4194304)
     assert said.sandbox == "/var/run/docker/netns/9d12daf2c33f"
     assert said.addresses == {packed("172.18.0.2"), packed("2001:db8:18::2")}
-    gone = _shown_of(inspected(sandbox="", resolv_conf="", is_running=False, **ADDRESSES))
+    gone = _shown_of(inspected("", *ADDRESSES, "", is_running=False))
     assert (gone.pid, gone.sandbox, gone.addresses) == (0, "", frozenset())
 
 
@@ -132,7 +132,7 @@ def test_an_answer_that_is_not_understood_is_said(tmp_path: Path) -> None:
         assert await asyncio.wait_for(heard.get(), 5) == ({}, [])
         await containers.close()
 
-    broken = inspected(sandbox="", resolv_conf="", **ADDRESSES)
+    broken = inspected("", *ADDRESSES, "")
     broken["State"]["Pid"] = {"of": "another release"}
     with Docker(path, broken) as docker:
         asyncio.run(watch())
