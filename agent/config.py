@@ -205,6 +205,7 @@ class DatapathSettings:
     answers-per-second: refusals sent to one endpoint, the rest is dropped silently; default 100, 0 for none.
     questions-per-second, question-burst: DNS questions that one endpoint may ask, what is over is denied; default 2000, 500;
     0 a second for no limit.
+    verify-every: how often the kernel's tables are compared with what was written into them; default 30s, 0 for never.
     """
 
     pin_directory: Path = Path("/sys/fs/bpf/namegate")
@@ -221,6 +222,7 @@ class DatapathSettings:
     answers_per_second: int = 100
     questions_per_second: int = 2_000
     question_burst: int = 500
+    verify_every: float = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -759,7 +761,7 @@ def _datapath(entry: Field | None, base: Path) -> DatapathSettings:
         return default
     sizes = [name for name in _names(DatapathSettings) if name.endswith("-rows")]
     rates = ("answers-per-second", "questions-per-second", "question-burst")
-    keys = ("pin-directory", "device", "mark", "mark-mask", "routing-table", "rule-priority", *sizes, *rates)
+    keys = ("pin-directory", "device", "mark", "mark-mask", "routing-table", "rule-priority", "verify-every", *sizes, *rates)
     entries = _entries(entry, keys)
     mark, mask = _mark(entries.get("mark"), entries.get("mark-mask"), default)
     table = _integer(entries.get("routing-table"), default.routing_table, 1, 0xFFFF_FFFF)
@@ -776,6 +778,7 @@ def _datapath(entry: Field | None, base: Path) -> DatapathSettings:
         answers_per_second=_integer(entries.get("answers-per-second"), default.answers_per_second, 0, RATE_MAX),
         questions_per_second=_integer(entries.get("questions-per-second"), default.questions_per_second, 0, RATE_MAX),
         question_burst=_integer(entries.get("question-burst"), default.question_burst, 1, RATE_MAX),
+        verify_every=_seconds(entries.get("verify-every"), default.verify_every, 0, _WEEK),
     )
 
 

@@ -1,7 +1,8 @@
-"""Denied packets as the kernel tells of them: read from its ring a few at a time, explained, and the last of them kept.
+"""Packets as the kernel tells of them, denied ones and on request those that open a flow: read from its ring a few at a time,
+and explained; the last drops are kept.
 
 A workload that floods what it is denied costs a question's answer a millisecond of waiting, and the agent a hundredth of its
-time. Drops that do not fit in the ring meanwhile are counted as lost by the program.
+time; where somebody listens, a twentieth. What does not fit in the ring meanwhile is counted as lost by the program.
 """
 
 from __future__ import annotations
@@ -14,33 +15,40 @@ from typing import Final
 
 from agent.control.listings import Listings, Row
 from agent.core.types import PROTOCOL_NAMES, Direction, text_of
+from agent.datapath.abi import Loss
 from agent.datapath.datapath import Datapath
-from agent.datapath.events import DropEvent
+from agent.datapath.events import PacketEvent
 
 # Enough to answer "what was dropped just now"; the counters have the rest.
 KEPT_MAX: Final = 10_000
 # At once, and the pause after so many.
 AT_ONCE: Final = 32
+AT_ONCE_HEARD: Final = 512
 PAUSE_S: Final = 0.1
 # Who asks for them gets what has come by then; 10 ms of it, under a flood.
 TO_SHOW_MAX: Final = 512
 
 
 class Drops:
-    """taken: called with each, as the kernel told it and as it is shown."""
+    """taken: called with each, as the kernel told it and as it is shown. lost: with the number of those that nobody was told
+    of, while somebody listens.
+    """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         datapath: Datapath,
         listings: Callable[[], Listings],
-        taken: Callable[[DropEvent, Row], None],
+        taken: Callable[[PacketEvent, Row], None],
+        lost: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._datapath = datapath
         self._listings = listings
         self._taken = taken
         self._kept: collections.deque[Row] = collections.deque(maxlen=KEPT_MAX)
+        self._lost = lost
+        self._lost_before: int | None = None  # None where nobody listens
         self._again: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -52,13 +60,19 @@ class Drops:
         if self._again is not None:
             self._again.cancel()
 
+    def hear(self, *, is_heard: bool, openings: bool) -> None:
+        """Somebody listens; to flows that are opened as well."""
+        self._lost_before = self._lost_now() if is_heard else None
+        self._datapath.tell_openings(openings)
+
     def read(self) -> list[Row]:
         """All that are kept, with those that have come by now."""
         self._read(TO_SHOW_MAX)
         return list(self._kept)
 
     def _hear(self) -> None:
-        if self._read(AT_ONCE) == AT_ONCE:
+        at_once = AT_ONCE if self._lost_before is None else AT_ONCE_HEARD
+        if self._read(at_once) == at_once:
             self._loop.remove_reader(self._datapath.events_fd)
             self._again = self._loop.call_later(PAUSE_S, self.start)
 
@@ -67,13 +81,20 @@ class Drops:
         listings = self._listings()
         events = self._datapath.read_events(most)
         for event in events:
-            drop = _row(event, listings)
-            self._kept.append(drop)
-            self._taken(event, drop)
+            row = _row(event, listings)
+            if event.reason.is_drop:
+                self._kept.append(row)
+            self._taken(event, row)
+        if self._lost_before is not None and self._lost_before < (lost := self._lost_now()):
+            self._lost(lost - self._lost_before)
+            self._lost_before = lost
         return len(events)
 
+    def _lost_now(self) -> int:
+        return self._datapath.losses()[Loss.EVENT]
 
-def _row(event: DropEvent, listings: Listings) -> Row:
+
+def _row(event: PacketEvent, listings: Listings) -> Row:
     is_egress = event.direction is Direction.EGRESS
     remote = event.destination if is_egress else event.source
     return {
@@ -85,6 +106,7 @@ def _row(event: DropEvent, listings: Listings) -> Row:
         "protocol": PROTOCOL_NAMES.get(event.protocol, str(event.protocol)),
         "source": text_of(event.source),
         "destination": text_of(event.destination),
+        "source_port": event.source_port,
         "port": event.policy_port,
         "identity": event.identity,
         "rule": listings.rule_text(event.cookie) if event.cookie else "no rule",

@@ -31,6 +31,9 @@ class Stream:
         except asyncio.QueueFull:
             self._lost += 1
 
+    def lose(self, count: int) -> None:
+        self._lost += count
+
     async def lines(self) -> AsyncIterator[Row]:
         """As they come; ends with its reader."""
         while True:
@@ -50,6 +53,9 @@ class Listener:
         self.endpoint = endpoint
         self.stream = Stream()
         self._facts = facts
+
+    def hears(self, kind: str) -> bool:
+        return not self.kinds or kind in self.kinds
 
     def lines(self) -> AsyncIterator[Row]:
         return self.stream.lines()
@@ -77,12 +83,18 @@ class Facts:
         self._changed()
 
     def are_wanted(self, kind: str) -> bool:
-        return any(not listener.kinds or kind in listener.kinds for listener in self._listeners)
+        return any(listener.hears(kind) for listener in self._listeners)
+
+    def lose(self, count: int) -> None:
+        """So many packets were told by nobody."""
+        for listener in self._listeners:
+            if listener.hears("drop") or listener.hears("verdict"):
+                listener.stream.lose(count)
 
     def tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         if not self._listeners:
             return
         fact = {"kind": kind, "time": dt.datetime.now().astimezone().isoformat(timespec="milliseconds"), **fields}
         for listener in self._listeners:
-            if (not listener.kinds or kind in listener.kinds) and listener.endpoint in (None, fields.get("endpoint")):
+            if listener.hears(kind) and listener.endpoint in (None, fields.get("endpoint")):
                 listener.stream.put(fact)

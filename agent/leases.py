@@ -7,10 +7,11 @@ Rule 2: the summary counts everything, of at most KINDS_MAX different names and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from agent.core.types import PROTOCOL_NAMES
+from agent.core.types import PROTOCOL_NAMES, question_type_text
 from agent.facts import Row, Stream
 
 REPEAT_AFTER_S: Final = 10.0
@@ -18,8 +19,7 @@ KINDS_MAX: Final = 1_000
 
 _Key = tuple[object, ...]
 
-# What clients ask for; another type is written as RFC 3597 does.
-_TYPES: Final[Mapping[object, str]] = {1: "A", 28: "AAAA", 64: "SVCB", 65: "HTTPS", 33: "SRV", 15: "MX", 16: "TXT", 12: "PTR"}
+_LISTED: Final = re.compile(r"(?:[-a-z0-9_]+\.)*+[0-9]*+[-a-z_][-a-z0-9_]*+")
 _PORTLESS: Final = frozenset({"icmp", "icmpv6"})
 
 
@@ -61,7 +61,7 @@ class Lease:
 
     # --- what is told --------------------------------------------------------------------------------------------------
 
-    def take_question(self, fields: Mapping[str, object]) -> None:
+    def take_question(self, fields: Mapping[str, Any]) -> None:
         """Of a question's fact; one that could not be read has no name."""
         name, verdict = fields.get("name"), _verdict(fields)
         if name is None or verdict is None:
@@ -73,9 +73,9 @@ class Lease:
             self._names[key] = self._names.get(key, 0) + 1
         if verdict == "allowed":
             return
-        allow = None if verdict == "failed" else str(name).rstrip(".") or "."
-        why = "no policy allows this name" if allow is not None else fields.get("why")
-        kind = _TYPES.get(fields.get("type"), f"TYPE{fields.get('type')}")
+        allow = None if verdict == "failed" else _listed(str(name))
+        why = fields.get("why") if verdict == "failed" else "no policy allows this name"
+        kind = question_type_text(fields["type"])
         fact = {"kind": "question", "name": name, "type": kind, "verdict": verdict, "why": why}
         self._tell(key, fact, allow)
 
@@ -115,13 +115,23 @@ def _verdict(fields: Mapping[str, object]) -> str | None:
     return {"released": "allowed", "failed": "failed"}.get(str(outcome))
 
 
+def _listed(name: str) -> str | None:
+    """The name as a list has it. None where a list would take it for a pattern, an address or a comment: the workload has
+    chosen it, and somebody is about to allow it.
+    """
+    text = name.removesuffix(".")
+    return text if _LISTED.fullmatch(text) else None
+
+
 def _entry(drop: Mapping[str, Any]) -> str | None:
     """The line of a list that would let this pass; None where none would (a denial, a false source, a broken packet)."""
     protocol, port = drop["protocol"], drop["port"]
     if drop["why"] is None or drop["rule"] != "no rule" or protocol not in PROTOCOL_NAMES.values():
         return None
     names = drop["names"]
-    target = names[0].rstrip(".") if names else drop["destination"]
+    target = _listed(names[0]) if names else drop["destination"]
+    if target is None:
+        return None
     if protocol in _PORTLESS:
         return f"{target}/icmp"
     if ":" in target:

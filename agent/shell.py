@@ -58,11 +58,11 @@ from agent.core.reconciler import BATCH_ROWS_MAX
 from agent.core.records import Record
 from agent.core.rules import Policy
 from agent.core.settings import Settings
-from agent.core.types import Address, Direction, Write
+from agent.core.types import Address, Direction, Write, question_type_text
 from agent.datapath.abi import Reason
 from agent.datapath.attach import HookState
 from agent.datapath.datapath import Datapath
-from agent.datapath.events import DropEvent
+from agent.datapath.events import PacketEvent
 from agent.dns.bounds import Limits
 from agent.dns.fairness import Desk
 from agent.dns.sockets import Listeners
@@ -157,7 +157,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._tickets: dict[Hashable, asyncio.Future[str | None]] = {}
-        self.drops = Drops(self._loop, datapath, self._listings, self._take_drop)
+        self.drops = Drops(self._loop, datapath, self._listings, self._take_packet, self.facts.lose)
         self.host_endpoints = HostEndpoints(())
         self._host_addresses: frozenset[Address] = frozenset()
         self._wrong: dict[str, str] = {}  # interface -> why it is not policed as meant
@@ -429,6 +429,8 @@ class Shell:
 
     def _listeners_changed(self) -> None:
         self._engine.proxy.is_watched = self._engine.proxy.is_logged or self.facts.are_wanted("question")
+        openings = self.facts.are_wanted("verdict")
+        self.drops.hear(is_heard=openings or self.facts.are_wanted("drop"), openings=openings)
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
@@ -514,7 +516,10 @@ class Shell:
     def _listings(self) -> Listings:
         return Listings(self._engine, now())
 
-    def _take_drop(self, event: DropEvent, drop: Row) -> None:
+    def _take_packet(self, event: PacketEvent, drop: Row) -> None:
+        if not event.reason.is_drop:
+            self.facts.tell("verdict", drop)
+            return
         self.facts.tell("drop", drop)
         if event.endpoint in self._attaching.leases:
             self._attaching.leases[event.endpoint].take_drop(drop)
@@ -656,6 +661,8 @@ def _seconds(given: object) -> float:
 
 def _shown(fact: Fact, listings: Listings) -> Row:
     said = {key: value for key, value in fact.fields.items() if value is not None}
+    if isinstance(number := said.get("type"), int):
+        said["type"] = question_type_text(number)
     if "cookie" in said:
         cookie = int(str(said.pop("cookie")))
         said["rule"] = listings.rule_text(cookie) if cookie else "no rule"

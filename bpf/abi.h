@@ -90,7 +90,8 @@ enum loss {
 
 enum setting {
 	SETTING_GATE_IFINDEX = 0,
-	SETTING_COUNT = 1,
+	SETTING_TELL_OPENED = 1, /* not 0: somebody hears of each flow that is judged and allowed */
+	SETTING_COUNT = 2,
 };
 
 #define ENDPOINT_NONE 0xffffffffU
@@ -313,7 +314,7 @@ struct answer_value {
 SAME_SIZE(answer_value, 16);
 SAME_PLACE(answer_value, sent, 8);
 
-/* events: one for each dropped packet, and for each that audit let pass */
+/* events: one for each dropped packet, for each that audit let pass, and for each judged and allowed while that is told */
 struct event {
 	__u64 at;
 	__u32 endpoint;
@@ -322,7 +323,7 @@ struct event {
 	__u32 cookie;
 	__u32 length;
 	__be16 policy_port;
-	__u8 reason;        /* a DROP_*, under audit too */
+	__u8 reason;        /* a DROP_*, under audit too, or PASS_POLICY */
 	__u8 audited;
 	struct address source;
 	struct address destination;

@@ -284,6 +284,13 @@ static __always_inline void tell(struct __sk_buff *skb, const struct packet *p, 
 	events.ringbuf_submit(event, 0);
 }
 
+static __always_inline bool are_openings_told(void)
+{
+	u32 index = SETTING_TELL_OPENED, *is_told = settings.lookup(&index);
+
+	return is_told && *is_told;
+}
+
 /* --- from and to an endpoint -------------------------------------------------------------------------------------- */
 
 static __always_inline __u32 socket_key(const struct packet *p)
@@ -487,8 +494,11 @@ static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 	count_rule(d.cookie, length);
 	if (d.reason == PASS_ANSWER)
 		skb->mark &= ~MARK_MASK; /* it has done its work */
-	if (d.reason < DROP_FIRST)
+	if (d.reason < DROP_FIRST) {
+		if (d.reason == PASS_POLICY && are_openings_told())
+			tell(skb, p, e.endpoint, direction, &d);
 		return action;
+	}
 	tell(skb, p, e.endpoint, direction, &d);
 	if (d.audited)
 		return TC_ACT_UNSPEC;

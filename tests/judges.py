@@ -175,8 +175,8 @@ class KernelJudge:
     """BPF_PROG_TEST_RUN of the loaded programs. No packet leaves: a redirect is only reported.
 
     Runs in a network namespace of its own, whose host has the client's addresses and routes on to containers (10.0.0.0/8,
-    2001:db8:0:d::/64, 2001:db8:0:a::d00/120): what a case says is routed on must be theirs. A run always has the same socket, which nobody finds: see
-    can_show().
+    2001:db8:0:d::/64, 2001:db8:0:a::d00/120): what a case says is routed on must be theirs. A run always has the same socket,
+    which nobody finds: see can_show().
     """
 
     def __init__(self, defines: Mapping[str, int] = SMALL_TABLES) -> None:

@@ -38,6 +38,7 @@ from agent.core.events import (
     ReadLastSeen,
     Reply,
     Restored,
+    RowsLost,
     RowsWritten,
     Save,
     Settled,
@@ -192,6 +193,9 @@ class Engine:
             guard = AddressGuard(event.addresses, self.settings.allow_addresses)
             self.names.change_guard(guard, self._host_addresses ^ event.addresses)
             self._host_addresses = event.addresses
+        elif isinstance(event, RowsLost):
+            for table, key in event.rows:
+                self.reconciler.tables[table].lost(key)
         elif isinstance(event, Restored):
             self._restore(event)
         else:

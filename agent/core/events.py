@@ -58,6 +58,12 @@ class RowsWritten(NamedTuple):
     results: tuple[tuple[Write, int], ...]
 
 
+class RowsLost(NamedTuple):
+    """The kernel does not hold these rows as it was told to: read this moment, with no write of theirs on its way."""
+
+    rows: tuple[tuple[Table, Key], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointAdded:
     """An interface whose traffic is to be policed. `endpoint` is a small number that the shell gives once and never again.
@@ -142,6 +148,7 @@ Event = (
     | UpstreamFailed
     | AskerGone
     | RowsWritten
+    | RowsLost
     | EndpointAdded
     | EndpointRemoved
     | HostAddresses

@@ -735,5 +735,9 @@ class Proxy:
                 "gate_s": round(now - replied_at, 6) if replied_at else None,
                 "rows": transaction.rows_waited_for,
             }
+            if outcome == "released" and transaction.reply is not None:
+                fields["rcode"] = transaction.reply[3] & 0x0F
+                fields["answers"] = [{"address": text_of(address), "ttl": ttl} for address, ttl in transaction.addresses]
+                fields["cnames"] = list(transaction.chain[1:])
         fields |= {"outcome": outcome, "why": why or None, "unsaid": unsaid or None}
         self._effects.append(Fact("question", now, fields, is_for_log=unsaid is not None))

@@ -109,6 +109,17 @@ class KernelTable:
             self._differs(key, self._revisions.next())
             yield 1
 
+    def lost(self, key: Key) -> None:
+        """The kernel was read, and does not hold the row as it was written: somebody else had a hand in it. It is written anew."""
+        before = self.realized.get(key)
+        if before is None or key in self.in_flight:
+            return
+        del self.realized[key]
+        self.inherited.pop(key, None)
+        self.ended(key, before, None, 0)
+        desired = self.desired.get(key)
+        self._differs(key, desired.revision if desired is not None else self._revisions.next())
+
     def reference(self, key: Key) -> RowReference:
         """The row as it stands, to wait for."""
         row = self.desired.get(key)
@@ -239,9 +250,7 @@ class PolicyTable(KernelTable):
 
     def want(self, key: Key, value: Value) -> RowReference:
         reference = super().want(key, value)
-        assert isinstance(key, PolicyKey)
-        if key in self.pending:
-            self._missing_by_identity.setdefault(key.identity, set()).add(key)
+        self._missing(key)
         return reference
 
     def drop(self, key: Key) -> RowReference:
@@ -250,6 +259,11 @@ class PolicyTable(KernelTable):
         self._present(key)
         return reference
 
+    def lost(self, key: Key) -> None:
+        super().lost(key)
+        if key in self.desired:
+            self._missing(key)
+
     def has_all_rows_of(self, identity: int) -> bool:
         return identity not in self._missing_by_identity and identity not in self.incomplete
 
@@ -257,6 +271,11 @@ class PolicyTable(KernelTable):
         assert isinstance(key, PolicyKey)
         if error == 0 and value is not None:
             self._present(key)
+
+    def _missing(self, key: Key) -> None:
+        assert isinstance(key, PolicyKey)
+        if key in self.pending:
+            self._missing_by_identity.setdefault(key.identity, set()).add(key)
 
     def _present(self, key: PolicyKey) -> None:
         missing = self._missing_by_identity.get(key.identity)

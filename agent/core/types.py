@@ -46,6 +46,15 @@ PROTOCOL_NAMES = {
 }
 
 
+# What clients ask for.
+_QUESTION_TYPES = {1: "A", 12: "PTR", 15: "MX", 16: "TXT", 28: "AAAA", 33: "SRV", 64: "SVCB", 65: "HTTPS"}
+
+
+def question_type_text(number: int) -> str:
+    """Another one as RFC 3597 writes it."""
+    return _QUESTION_TYPES.get(number, f"TYPE{number}")
+
+
 class Direction(enum.IntEnum):
     """Seen from the endpoint. The numbers are those of bpf/abi.h."""
 

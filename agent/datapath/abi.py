@@ -93,6 +93,7 @@ class Loss(enum.IntEnum):
 
 
 SETTING_GATE_IFINDEX: Final = 0
+SETTING_TELL_OPENED: Final = 1
 ENDPOINT_NONE: Final = 0xFFFF_FFFF
 
 
@@ -249,6 +250,14 @@ def significant_bits(key: PolicyKey) -> int:
     return 8 + key.port_bits if key.protocol else 0
 
 
+def shortened(key: PolicyKey, bits: int) -> PolicyKey:
+    """The key of the row that says no more of this one than so many significant bits."""
+    if bits < 8:
+        return key._replace(protocol=0, port=0, port_bits=0)
+    unsaid = 24 - bits
+    return key._replace(port=key.port >> unsaid << unsaid, port_bits=bits - 8)
+
+
 def pack_policy_key(key: PolicyKey) -> bytes:
     bits = _POLICY_PREFIX_FIXED + significant_bits(key)
     return POLICY_KEY.pack(bits, key.set, key.identity, key.direction, key.protocol, key.port.to_bytes(2, "big"))
@@ -292,6 +301,50 @@ def pack_value(write: Write) -> bytes:
             return b"\1"
         case _:
             return U32.pack(write.value)
+
+
+def unpack_keys(name: str, keys: bytes) -> Iterator[Key]:
+    """Keys of the map `name`; of a row that the core cannot have written, one that equals no key of the core's.
+
+    Never raises: who else wrote into the map may have written anything. `core_key` looks more closely.
+    """
+    match name:
+        case "policy":
+            policy_key = PolicyKey._make
+            for bits, number, identity, direction, protocol, port in POLICY_KEY.iter_unpack(keys):
+                port_bits = bits - _POLICY_PREFIX_FIXED - (8 if protocol else 0)
+                whither = _DIRECTIONS.get(direction, direction)
+                yield policy_key((number, identity, whither, protocol, port[0] << 8 | port[1], port_bits))
+        case "ipcache4" | "ipcache6":
+            ipcache_key, prefix = IpcacheKey._make, Prefix._make
+            for bits, scope, address in (IPCACHE4_KEY if name == "ipcache4" else IPCACHE6_KEY).iter_unpack(keys):
+                yield ipcache_key((scope, prefix((address, bits - _IPCACHE_PREFIX_FIXED))))
+        case "own_addresses":
+            for endpoint, address in OWN_ADDRESS_KEY.iter_unpack(keys):
+                yield OwnAddressKey(endpoint, unmapped(address))
+        case _:
+            for (number,) in U32.iter_unpack(keys):
+                yield number
+
+
+def core_key(name: str, key: bytes) -> Key | None:
+    """The core's spelling of a key of the map `name`; None for one that the core has no word for.
+
+    A trie holds bits behind the prefix as they were given, and does not look at them.
+    """
+    (found,) = unpack_keys(name, key)
+    if isinstance(found, IpcacheKey):
+        address, length = found.prefix
+        return found._replace(prefix=Prefix.masked(address, length)) if 0 <= length <= 8 * len(address) else None
+    if isinstance(found, PolicyKey):
+        bits = POLICY_KEY.unpack(key)[0] - _POLICY_PREFIX_FIXED
+        if found.direction not in _DIRECTIONS or not (bits == 0 or 8 <= bits <= 24):
+            return None
+        protocol, port_bits = (found.protocol, bits - 8) if bits else (0, 0)
+        if bits and not protocol:
+            return None  # the core writes no ports of every protocol
+        return found._replace(protocol=protocol, port=found.port & (0xFFFF << 16 - port_bits & 0xFFFF), port_bits=port_bits)
+    return found
 
 
 def unpack_rows(name: str, keys: bytes, values: bytes) -> Iterator[tuple[Key, Value]]:

@@ -34,7 +34,7 @@ from agent.datapath.abi import Loss
 from agent.datapath.attach import Hook, HookState
 from agent.datapath.canary import Canary
 from agent.datapath.errors import DatapathError
-from agent.datapath.events import DropEvent, EventRing
+from agent.datapath.events import PacketEvent, EventRing
 from agent.datapath.maps import Counter, Fill, Flow, KernelTables
 from agent.datapath.pins import UnfitError
 
@@ -47,6 +47,7 @@ class Settings:
 
     answers_per_second: refusals sent to one endpoint; what is over them is dropped silently, 0 drops everything silently.
     questions_per_second, question_burst: what one endpoint may ask; what is over it is denied, 0 a second are any number.
+    verify_every: seconds between two looks at all rows, which are the agent's to take; 0 for none.
     cache: where bytecode and merged headers are; None: NAMEGATE_CACHE, or /var/cache/namegate.
     """
 
@@ -68,6 +69,7 @@ class Settings:
     answers_per_second: int = 100
     questions_per_second: int = 2_000
     question_burst: int = 500
+    verify_every: float = 30
     cache: Path | None = None
 
     @property
@@ -252,6 +254,14 @@ class Datapath:
         states = [self._state(hook, program, "endpoints") for program, hook in attach.hooks("", ifindex, orientation).items()]
         return max(states, key=list(HookState).index)
 
+    def has_programs(self, ifindex: int, orientation: Orientation) -> bool:
+        """Are our programs on both hooks of the interface? Asked of the kernel alone, which costs next to nothing."""
+        map_id = syscall.map_info(self._loaded.fds_by_map["endpoints"]).id
+        return all(
+            attach.state(hook, self._loaded.fds_by_program[program], map_id) is not HookState.ABSENT
+            for program, hook in attach.hooks(attach.interface_name(ifindex), ifindex, orientation).items()
+        )
+
     def gate_state(self) -> HookState:
         """As hook_state(), of the interception device."""
         return self._state(self._gate, "gate", "dns_sockets")
@@ -305,6 +315,7 @@ class Datapath:
                 self.tables.drop_dns_socket(key)
         attach.attach(self._gate, self._loaded.fds_by_program["gate"], self.settings.pin_directory)
         self.tables.set_setting(abi.SETTING_GATE_IFINDEX, self._gate.ifindex)
+        self.tell_openings(False)
 
     # --- what the kernel saw -----------------------------------------------------------------------------------------
 
@@ -313,7 +324,7 @@ class Datapath:
         """Readable when there are events."""
         return self._events.fd
 
-    def read_events(self, limit: int = 1_024) -> list[DropEvent]:
+    def read_events(self, limit: int = 1_024) -> list[PacketEvent]:
         return self._events.read(limit)
 
     def counters(self) -> list[Counter]:
@@ -321,6 +332,10 @@ class Datapath:
 
     def rule_counters(self) -> dict[int, tuple[int, int]]:
         return self.tables.rule_counters()
+
+    def tell_openings(self, is_told: bool) -> None:
+        """Whether `read_events` gives flows that are judged and allowed as well, one for each."""
+        self.tables.set_setting(abi.SETTING_TELL_OPENED, int(is_told))
 
     def losses(self) -> dict[Loss, int]:
         return self.tables.losses()

@@ -1,4 +1,4 @@
-"""What the program tells: one event for each packet it dropped, read from the ring the kernel and we share.
+"""What the program tells of packets: each that it dropped, and on request each that opens a flow. Read from a ring we share.
 
 The ring is two mappings of one map: a page with our position, which we write; the kernel's position and the data, mapped twice
 in a row so that no record is ever cut by the end. A record is eight bytes of header and the event; the kernel sets the length
@@ -24,8 +24,8 @@ _POSITION: Final = struct.Struct("=Q")
 _NS: Final = 1_000_000_000
 
 
-class DropEvent(NamedTuple):
-    """A packet that was dropped, or under audit would have been.
+class PacketEvent(NamedTuple):
+    """A packet that was dropped, or under audit would have been; or one that was judged and allowed (PASS_POLICY).
 
     at: seconds of CLOCK_BOOTTIME. endpoint: None where the interface has no row. identity: of the remote, 0 where it was not
     looked up; cookie: of the rule that decided, 0 for none. An ICMP message has its type in policy_port.
@@ -64,9 +64,9 @@ class EventRing:
         self._ours.close()
         self._kernels.close()
 
-    def read(self, limit: int = 1_024) -> list[DropEvent]:
+    def read(self, limit: int = 1_024) -> list[PacketEvent]:
         """Up to `limit` events, oldest first."""
-        found: list[DropEvent] = []
+        found: list[PacketEvent] = []
         (position,) = _POSITION.unpack_from(self._ours, 0)
         while len(found) < limit:
             (written,) = _POSITION.unpack_from(self._kernels, 0)
@@ -84,7 +84,7 @@ class EventRing:
         return found
 
 
-def _event(memory: mmap.mmap, offset: int) -> DropEvent:
+def _event(memory: mmap.mmap, offset: int) -> PacketEvent:
     (
         at,
         endpoint,
@@ -103,7 +103,7 @@ def _event(memory: mmap.mmap, offset: int) -> DropEvent:
         direction,
         _,
     ) = abi.EVENT.unpack_from(memory, offset)
-    return DropEvent(
+    return PacketEvent(
         at / _NS,
         Reason(reason),
         bool(audited),

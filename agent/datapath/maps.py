@@ -17,7 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from agent.core.types import Address, Direction, Key, Table, Value, Write
+from agent.core.types import (
+    Address,
+    Direction,
+    IpcacheKey,
+    Key,
+    PolicyKey,
+    PolicyValue,
+    Prefix,
+    Table,
+    Value,
+    Verdict,
+    Write,
+)
 from agent.datapath import abi, syscall
 from agent.datapath.abi import FlowState, Layout, Loss, Reason
 from agent.datapath.errors import refused
@@ -32,7 +44,7 @@ _BATCH: Final = 1_024
 _BATCH_MAX: Final = 1 << 16
 _NO_BATCH: Final = {errno.EINVAL, errno.EOPNOTSUPP, 524}  # 524: ENOTSUPP, which user space was never meant to see
 
-_MAPS_OF: Final = {table: ("ipcache4", "ipcache6") if table is Table.IPCACHE else (table.value,) for table in Table}
+MAPS_OF: Final = {table: ("ipcache4", "ipcache6") if table is Table.IPCACHE else (table.value,) for table in Table}
 _PER_CPU: Final = {"counters", "rules", "lost"}
 
 
@@ -54,6 +66,9 @@ class Flow(NamedTuple):
     exempt: bool  # of an uplink: passes unjudged, see bpf/verdict.h 4a
     last: float
     ends: float  # when it is no flow any more, unless another packet comes
+    policy_port: int
+    is_settled: bool
+    is_closed: bool
 
 
 def _cookie_of(fd: int) -> bytes:
@@ -65,7 +80,7 @@ def _cookie_of(fd: int) -> bytes:
 def _flow(key: bytes, value: bytes) -> Flow:
     endpoint, local, remote, local_port, remote_port, protocol, _ = abi.FLOW_KEY.unpack(key)
     fields = abi.FLOW_VALUE.unpack(value)
-    last, _, identity, number, cookie, _, direction, state, settled, closing, audited, exempt, _ = fields
+    last, _, identity, number, cookie, policy_port, direction, state, settled, closing, audited, exempt, _ = fields
     is_closed = closing == _CLOSED_BY_BOTH
     life = life_of(protocol, FlowState(state), is_settled=bool(settled), is_closed=is_closed)
     return Flow(
@@ -84,6 +99,9 @@ def _flow(key: bytes, value: bytes) -> Flow:
         bool(exempt),
         last / _NS,
         (last + life) / _NS,
+        int.from_bytes(policy_port, "big"),
+        bool(settled),
+        is_closed,
     )
 
 
@@ -135,6 +153,16 @@ class _Rows:
         result = -syscall.call(syscall.MAP_DELETE, self._delete)
         return 0 if result == errno.ENOENT else result
 
+    def get(self, key: bytes) -> bytes | None:
+        """What the kernel answers for this key: of a trie the longest match; None: nothing."""
+        self._key[:] = key
+        result = -syscall.call(syscall.MAP_LOOKUP, self._put)
+        if result == errno.ENOENT:
+            return None
+        if result:
+            raise refused(f"read the map {self.name}", OSError(result, errno.errorcode.get(result, "")))
+        return bytes(self._value[: self.value.size])
+
     def dump(self, value_size: int) -> Iterator[tuple[bytes, bytes]]:
         """All rows, one by one."""
         for batch in self.batches(value_size):
@@ -145,30 +173,39 @@ class _Rows:
     def batches(self, value_size: int) -> Iterator[Batch]:
         """All rows; many at once where the kernel can do that for this kind of map."""
         position: bytes | None = None
-        limit = _BATCH
         while True:
-            try:
-                batch = syscall.map_lookup_batch(self.fd, position, max(self.key_size, 4), self.key_size, value_size, limit)
-            except OSError as problem:
-                if problem.errno == errno.ENOSPC and limit < _BATCH_MAX:
-                    limit *= 2  # one bucket of the hash holds more than that
-                    continue
-                if position is None and problem.errno in _NO_BATCH:
-                    yield from self._one_by_one(value_size)
-                    return
-                raise refused(f"read the map {self.name}", problem) from None
+            batch = self.batch(position, value_size, _BATCH)
             yield batch
             if batch.position is None:
                 return
             position = batch.position
 
-    def _one_by_one(self, value_size: int) -> Iterator[Batch]:
-        key = syscall.map_next_key(self.fd, None, self.key_size)
-        while key is not None:
+    def batch(self, position: bytes | None, value_size: int, limit: int) -> Batch:
+        """About `limit` rows behind this position, one of a batch's; None: the first ones."""
+        while True:
+            try:
+                return syscall.map_lookup_batch(self.fd, position, max(self.key_size, 4), self.key_size, value_size, limit)
+            except OSError as problem:
+                if problem.errno == errno.ENOSPC and limit < _BATCH_MAX:
+                    limit *= 2  # one bucket of the hash holds more than that
+                    continue
+                if problem.errno in _NO_BATCH:
+                    return self._one_by_one(position, value_size, limit)
+                raise refused(f"read the map {self.name}", problem) from None
+
+    def _one_by_one(self, position: bytes | None, value_size: int, limit: int) -> Batch:
+        """A batch from a kernel that has none."""
+        rows: list[tuple[bytes, bytes]] = []
+        key = position
+        for _ in range(limit):
+            key = syscall.map_next_key(self.fd, key, self.key_size)
+            if key is None:
+                break
             value = syscall.map_lookup(self.fd, key, value_size)
             if value is not None:
-                yield Batch(key, value, 1, None)
-            key = syscall.map_next_key(self.fd, key, self.key_size)
+                rows.append((key, value))
+        keys, values = (b"".join(part) for part in zip(*rows, strict=True)) if rows else (b"", b"")
+        return Batch(keys, values, len(rows), key)
 
 
 class KernelTables:
@@ -190,16 +227,68 @@ class KernelTables:
         return results
 
     def dump(self, table: Table) -> Iterator[tuple[Key, Value]]:
-        for name in _MAPS_OF[table]:
+        for name in MAPS_OF[table]:
             rows = self._rows_by_map[name]
             for batch in rows.batches(rows.value.size):
                 yield from abi.unpack_rows(name, batch.keys, batch.values)
 
+    def look(self, name: str, key: bytes) -> bytes | None:
+        """What the map `name` of the core answers for this key: of a trie the longest match."""
+        return self._rows_by_map[name].get(key)
+
+    def batch(self, name: str, position: bytes | None, limit: int) -> Batch:
+        """About `limit` rows of the map `name` of the core, behind a batch's position; None: the first ones.
+
+        The position in a trie is the key of the batch's last row; that of any row of it will do.
+        """
+        rows = self._rows_by_map[name]
+        return rows.batch(position, rows.value.size, limit)
+
+    def take_away(self, name: str, key: bytes) -> int:
+        """Deletes a row of the map `name` that the core has no part in; 0 or an errno."""
+        return self._rows_by_map[name].delete(key)
+
     def fill(self, table: Table) -> Fill:
         """Of `ipcache`, the fuller of its two maps: that one is full first."""
-        rows_of = [self._rows_by_map[name] for name in _MAPS_OF[table]]
+        rows_of = [self._rows_by_map[name] for name in MAPS_OF[table]]
         fills = [Fill(sum(batch.length for batch in rows.batches(rows.value.size)), rows.max_entries) for rows in rows_of]
         return max(fills, key=lambda fill: fill.used / fill.max)
+
+    def row(self, table: Table, key: Key) -> Value | None:
+        """One row by the kernel's own look-up; in a trie the row at which it ends."""
+        name = abi.map_of(table, key)
+        packed = abi.pack_key(table, key)
+        value = self._value(name, packed)
+        return None if value is None else next(abi.unpack_rows(name, packed, value))[1]
+
+    def identity_rows(self, scope: int, address: Address) -> dict[IpcacheKey, int]:
+        """Every ipcache row that holds the address, the widest first.
+
+        A look-up finds no row that is longer than its key. Of nested rows with one identity only the widest can be told.
+        """
+        found: dict[IpcacheKey, int] = {}
+        for length in range(len(address) * 8 + 1):
+            key = IpcacheKey(scope, Prefix.masked(address, length))
+            identity = self.row(Table.IPCACHE, key)
+            if isinstance(identity, int) and identity != next(reversed(found.values()), None):
+                found[key] = identity
+        return found
+
+    def policy_rows(self, key: PolicyKey) -> dict[PolicyKey, PolicyValue]:
+        """Every policy row that holds what this key says, the closest first."""
+        found: dict[PolicyKey, PolicyValue] = {}
+        longest = abi.significant_bits(key)
+        for bits in (*range(longest, 7, -1), 0):
+            value = self._value("policy", abi.pack_policy_key(abi.shortened(key, bits)))
+            if value is None:
+                break
+            verdict, stated, _, cookie = abi.POLICY_VALUE.unpack(value)
+            found.setdefault(abi.shortened(key, min(bits, stated)), PolicyValue(Verdict(verdict), cookie))
+        return found
+
+    def _value(self, name: str, key: bytes) -> bytes | None:
+        rows = self._rows_by_map[name]
+        return syscall.map_lookup(rows.fd, key, rows.value.size)
 
     # --- what the program writes -------------------------------------------------------------------------------------
 

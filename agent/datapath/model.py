@@ -88,7 +88,7 @@ class Origin(enum.IntEnum):
     AGENT = 1
     ANSWER = 2
     MARKED = 3
-    FORWARDED = 4  # toward an uplink: routed on; of an uplink's answer for an address: that one is; to a neighbour: off its link
+    FORWARDED = 4  # toward an uplink: routed on; of an uplink's answer for an address: that one is; of ND: led off its link
 
 
 class FlowKey(NamedTuple):

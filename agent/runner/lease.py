@@ -180,22 +180,14 @@ class Lease:
         else:
             self._agents.ensure()
 
-    def end(self) -> dict[str, Any] | None:
-        """The summary; None where there is no agent to give it."""
+    def end(self) -> Iterator[dict[str, Any]]:
+        """What is left to hear: {"fact": …} and, where there is an agent to give it, {"summary": …} as the last."""
         if self._connection is None or not self._is_answered:
-            return None
-        try:
+            return
+        with contextlib.suppress(OSError):
             self._connection.settimeout(_SUMMARY_S_MAX)
             self._connection.shutdown(socket.SHUT_WR)
-            for message in self._messages():
-                if "summary" in message:
-                    summary: dict[str, Any] = message["summary"]
-                    return summary
-        except OSError:
-            return None
-        finally:
-            self._lose()
-        return None
+            yield from self._messages()
 
     def _connect(self) -> bool:
         self._heard, self._is_answered = b"", False

@@ -100,7 +100,12 @@ def run(order: Order) -> int:
     status = _Waiting(init, channel, pidfd, lease, terminal, report).until_ended()
     del translation
     terminal.take_back()
-    report.finish(lease.end())
+    summary = None
+    for message in lease.end():
+        if "fact" in message:
+            report.take(message["fact"])
+        summary = message.get("summary")
+    report.finish(summary)
     return _end_like(status)
 
 

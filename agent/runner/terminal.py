@@ -67,13 +67,12 @@ class Terminal:
 
     def stopped(self, command: int, number: int) -> None:
         """COMMAND, this process, was stopped by this signal: give it what it asks for, or stop until somebody continues us."""
-        try:
-            group = os.getpgid(command)
-        except ProcessLookupError:
-            return
+        if not _is_stopped(command):
+            return  # the kernel had stopped us as well, and who continued us continued all
+        group = os.getpgid(command)
         if number in {signal.SIGTTOU, signal.SIGTTIN} and group != self._group and self._foreground() == self._group:
             self.give(group)
-        elif signal.SIGCONT not in signal.sigpending():  # somebody was faster
+        else:
             self.take_back(group)
             _stop(number)
             self.give(group)
@@ -85,6 +84,13 @@ class Terminal:
             return os.tcgetpgrp(self.fd)
         except OSError:  # none, or it was closed
             return -1
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _stop(number: int) -> None:

@@ -121,7 +121,7 @@ def _neighbours() -> Iterator[Case]:
     for what, kind, target in (("a solicitation", 135, "::"), ("an advertisement", 136, CLIENT6), ("a report", 131, "::")):
         yield Case(
             f"3 {what} to a neighbour's own address",
-            "passes where that is on the link of its sender; a host that routes a part of its /64 to another link would carry it on",
+            "passes where that is on its link; a host that routes a part of a /64 to another link would carry it on",
             EVERYTHING,
             (
                 Sees(EGRESS, neighbour(CLIENT6, neighbour6, kind, target), R.PASS_NEIGHBOUR),

@@ -1,7 +1,7 @@
 """What a container's own root can put on its wire, as a table; and the judge of what came out beyond the host.
 
-Every attack has a number. Its mark stands in each of its frames, and what it is after is an address of its own (`fresh_address` of
-the number), so that a capture says which of them got out. Its kind is what stands before the colon of its name.
+Every attack has a number. Its mark stands in its frames, and what it is after is an address of its own (`fresh_address` of the
+number), so that a capture says which of them got out. Its kind is what stands before the colon of its name.
 
 Rule 1: an attack is frames and nothing else; what is done with commands and sockets is in test_own_root.py.
 Rule 2: checksums of IPv4 headers are right unless the attack is that they are not: a router would drop them all the same.
@@ -14,7 +14,7 @@ import itertools
 import random
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -74,7 +74,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """harmless: so many of its frames may pass the host's end of the link: to what policy allows, to the proxy, of a neighbour."""
+    """harmless: so many of its frames may pass the host's end of the link: to what is allowed, to the proxy, of a neighbour."""
 
     number: int
     name: str
@@ -179,7 +179,12 @@ def _transports(table: _Table, version: int) -> None:
         to, mark = table.aim(version)
         table.put("DNS: over TLS or QUIC", packet(own, to, protocol, payload + mark))
     others = {_DCCP: tcp(4000, PORT), _UDP_LITE: udp(4000, PORT), _IGMP: b"\x16" + bytes(7), _ESP: bytes(16), 89: bytes(24)}
-    for protocol, payload in {**others, 253: b"", 255: b"", SCTP: udp(4000, 36412, bytes(4) + b"\1\0\0\x14" + bytes(16))}.items():
+    for protocol, payload in {
+        **others,
+        253: b"",
+        255: b"",
+        SCTP: udp(4000, 36412, bytes(4) + b"\1\0\0\x14" + bytes(16)),
+    }.items():
         for is_to_allowed in (False, True):
             to, mark = table.aim(version)
             table.put(f"protocol: {protocol}", packet(own, allowed if is_to_allowed else to, protocol, payload + mark))
@@ -188,7 +193,11 @@ def _transports(table: _Table, version: int) -> None:
             _, mark = table.aim(version)
             payload = tcp(4000, port, SYN, mark) if protocol == TCP else udp(4000, port, mark)
             table.put(f"port: {port} of an allowed address", packet(own, allowed, protocol, payload))
-    for what, inner in (("another endpoint", table.place.other), ("the router", table.place.router), ("the uplink", HOST_UPLINK)):
+    for what, inner in (
+        ("another endpoint", table.place.other),
+        ("the router", table.place.router),
+        ("the uplink", HOST_UPLINK),
+    ):
         for protocol, payload in ((TCP, tcp(4000, PORT)), (UDP, udp(4000, PORT)), (UDP, udp(53, 33333)), _echo(version, b"")):
             _, mark = table.aim(version)
             table.put(f"inside: {what}", packet(own, inner[is_v6], protocol, payload + mark))
@@ -215,7 +224,9 @@ def _sources(table: _Table, version: int) -> None:
         table.put(f"source: {what}", packet(source, ALLOWED[is_v6], UDP, udp(4000, PORT, mark)))
     for to in (HOST_UPLINK[is_v6], table.place.own[is_v6], table.place.other[is_v6]):
         _, mark = table.aim(version)
-        table.put("source: the upstream", packet(NAME_SERVERS[is_v6], to, UDP, udp(53, 40_000, b"\0\1\x81\x80" + bytes(8) + mark)))
+        table.put(
+            "source: the upstream", packet(NAME_SERVERS[is_v6], to, UDP, udp(53, 40_000, b"\0\1\x81\x80" + bytes(8) + mark))
+        )
 
 
 def _fragments(table: _Table, version: int) -> None:
@@ -228,9 +239,7 @@ def _fragments(table: _Table, version: int) -> None:
         if is_v6:
             header = struct.pack(">BBHI", protocol, 0, place << 3 | more, number)
             return packet(source, to, _FRAGMENT, header + payload)
-        return ethernet(
-            0x0800, _summed(ipv4_header(source, to, protocol, len(payload), place | more << 13, number)) + payload
-        )
+        return ethernet(0x0800, _summed(ipv4_header(source, to, protocol, len(payload), place | more << 13, number)) + payload)
 
     for what, protocol, first in (("UDP", UDP, udp(4000, PORT)), ("TCP", TCP, tcp(4000, PORT))):
         to, mark = table.aim(version)
@@ -240,7 +249,11 @@ def _fragments(table: _Table, version: int) -> None:
         to, mark = table.aim(version)
         table.put(f"fragments: {what}, the later one first", part(to, protocol, mark, 1, more=False), first_part)
         to, mark = table.aim(version)
-        table.put(f"fragments: {what}, a tiny first one", part(to, protocol, first[:8], 0, more=True), part(to, protocol, mark, 1, more=False))
+        table.put(
+            f"fragments: {what}, a tiny first one",
+            part(to, protocol, first[:8], 0, more=True),
+            part(to, protocol, mark, 1, more=False),
+        )
         _, mark = table.aim(version)
         table.put(f"fragments: {what} to an allowed address, alone", part(allowed, protocol, mark, 9, more=False))
     whole = udp(4000, PORT, bytes(16))
@@ -286,9 +299,7 @@ def _tunnels(table: _Table, version: int) -> None:
     for inner_version in (4, 6):
         for is_to_allowed in (False, True):
             inner_own = table.place.own[inner_version == 6]
-            to, mark = table.aim(version)
-            inner = packet(inner_own, fresh_address(6_000, inner_version), UDP, udp(4000, PORT, mark))
-            kind = inner[12:14]
+            kind = b"\x08\x00" if inner_version == 4 else b"\x86\xdd"
             for name, protocol, head in (
                 ("IP", _IPIP if inner_version == 4 else _IPV6, b""),
                 ("GRE", GRE, bytes(2) + kind),
@@ -303,7 +314,9 @@ def _tunnels(table: _Table, version: int) -> None:
                 body = head + (inner if protocol == UDP else inner[14:])
                 if protocol == UDP:
                     body = body[:4] + struct.pack(">H", len(body)) + body[6:]
-                table.put(f"tunnel: IPv{inner_version} in {name}", packet(own, allowed if is_to_allowed else to, protocol, body))
+                table.put(
+                    f"tunnel: IPv{inner_version} in {name}", packet(own, allowed if is_to_allowed else to, protocol, body)
+                )
 
 
 def _icmp(table: _Table, version: int) -> None:
@@ -346,14 +359,13 @@ def _links(table: _Table, version: int) -> None:
         for port in (PORT, 53):
             to, mark = table.aim(version)
             table.put(f"VLAN: {len(vlans)} deep", packet(own, to, UDP, udp(4000, port, mark), *vlans))
-    to, mark = table.aim(version)
-    whole = packet(own, to, UDP, udp(4000, PORT, mark))[14:]
+    size = len(packet(own, own, UDP, udp(4000, PORT, mark_of(0)))) - 14
     for name, head in (
-        ("length field", struct.pack(">H", len(whole))),
-        ("LLC", struct.pack(">H", len(whole) + 3) + b"\x06\x06\x03"),
-        ("SNAP", struct.pack(">H", len(whole) + 8) + b"\xaa\xaa\x03\0\0\0" + ethertype),
+        ("length field", struct.pack(">H", size)),
+        ("LLC", struct.pack(">H", size + 3) + b"\x06\x06\x03"),
+        ("SNAP", struct.pack(">H", size + 8) + b"\xaa\xaa\x03\0\0\0" + ethertype),
         ("MPLS", b"\x88\x47\0\x01\x01\x40"),
-        ("PPPoE", b"\x88\x64\x11\0\0\1" + struct.pack(">H", len(whole) + 2) + (b"\0\x57" if version == 6 else b"\0\x21")),
+        ("PPPoE", b"\x88\x64\x11\0\0\1" + struct.pack(">H", size + 2) + (b"\0\x57" if version == 6 else b"\0\x21")),
         ("LLDP", b"\x88\xcc"),
         ("EAPOL", b"\x88\x8e"),
         ("MACsec", b"\x88\xe5\x20\0\0\0\0\1"),
@@ -379,7 +391,11 @@ def _later(table: _Table, version: int) -> None:
     def written(place: int, start: int = 20) -> bytes:
         return struct.pack("<BBHHHH", 1, 0, 0, 0, start, place - start)
 
-    for what, place in (("port", transport + 2), ("last octets of the address", transport - 2), ("first", transport - ip_size + 24)):
+    for what, place in (
+        ("port", transport + 2),
+        ("last octets of the address", transport - 2),
+        ("first", transport - ip_size + 24),
+    ):
         for protocol in (UDP, TCP):
             _, mark = table.aim(version)
             payload = udp(4000, PORT, mark) if protocol == UDP else tcp(4000, PORT, SYN, mark)
@@ -405,7 +421,11 @@ def _many(table: _Table, version: int) -> None:
     """To everybody on the link, by what finds servers there, and what pretends to be one."""
     is_v6 = version == 6
     own = table.place.own[is_v6]
-    groups = ("ff02::fb", "ff02::1:3", "ff05::c", "ff0e::101") if is_v6 else ("224.0.0.251", "224.0.0.252", "239.255.255.250", "255.255.255.255", "192.0.2.7")
+    groups = (
+        ("ff02::fb", "ff02::1:3", "ff05::c", "ff0e::101")
+        if is_v6
+        else ("224.0.0.251", "224.0.0.252", "239.255.255.250", "255.255.255.255", "192.0.2.7")
+    )
     for group, port in itertools.product(groups, (5353, 1900, 53)):
         _, mark = table.aim(version)
         table.put(f"many: {group}", packet(own, group, UDP, udp(4000, port, mark)), harmless=port == 53)
@@ -422,7 +442,7 @@ def _many(table: _Table, version: int) -> None:
 def _ipv4_headers(table: _Table) -> None:
     own, allowed = table.place.own[0], ALLOWED[0]
 
-    def made(to: str, mark: bytes, options: bytes = b"", **changed: int) -> bytes:
+    def made(to: str, mark: bytes, options: bytes = b"", changed: Mapping[str, int] = {}) -> bytes:
         """changed: `length`, `flags`, `hops`, `first` (version and header length), `sum`; over the right ones."""
         options += bytes(-len(options) % 4)
         payload = udp(4000, PORT, mark)
@@ -456,7 +476,10 @@ def _ipv4_headers(table: _Table) -> None:
             target, mark = table.aim(4)
             table.put(f"source route: {name}", made(to, mark, option + b"\x07\x04" + packed(target)))
             target, mark = table.aim(4)
-            table.put(f"source route: {name}, behind others", made(to, mark, b"\1\1\1" + option + b"\x0b\x04" + packed(target) + packed(to)))
+            table.put(
+                f"source route: {name}, behind others",
+                made(to, mark, b"\1\1\1" + option + b"\x0b\x04" + packed(target) + packed(to)),
+            )
     for name, changed in (
         ("reserved flag", {"flags": 0x8000}),
         ("must not be cut", {"flags": 0x4000}),
@@ -473,8 +496,7 @@ def _ipv4_headers(table: _Table) -> None:
         ("version 6", {"first": 0x65}),
     ):
         to, mark = table.aim(4)
-        table.put(f"broken: {name}", made(to, mark, **changed))
-        to, mark = table.aim(4)
+        table.put(f"broken: {name}", made(to, mark, changed=changed))
     for size in (1, 7, 19):
         to, mark = table.aim(4)
         table.put("broken: cut", made(to, mark)[: 14 + size] + mark)
@@ -483,7 +505,9 @@ def _ipv4_headers(table: _Table) -> None:
 def _ipv6_headers(table: _Table) -> None:
     own, allowed = table.place.own[1], ALLOWED[1]
 
-    def chained(to: str, kinds: Sequence[int], mark: bytes, *, routing: bytes = bytes(6), protocol: int = UDP, last: bytes = b"") -> bytes:
+    def chained(
+        to: str, kinds: Sequence[int], mark: bytes, *, routing: bytes = bytes(6), protocol: int = UDP, last: bytes = b""
+    ) -> bytes:
         body = last or udp(4000, PORT, mark)
         following = [*kinds[1:], protocol]
         headers = b""
@@ -502,7 +526,14 @@ def _ipv6_headers(table: _Table) -> None:
     for count in (8, 9, 20):
         to, mark = table.aim(6)
         table.put("extensions: many", chained(to, [_OPTIONS] * count, mark))
-    for what, protocol in (("nothing", _NO_NEXT), ("ESP", _ESP), ("the unknown", 253), ("mobility", 135), ("HIP", 139), ("shim6", 140)):
+    for what, protocol in (
+        ("nothing", _NO_NEXT),
+        ("ESP", _ESP),
+        ("the unknown", 253),
+        ("mobility", 135),
+        ("HIP", 139),
+        ("shim6", 140),
+    ):
         for is_to_allowed in (False, True):
             to, mark = table.aim(6)
             frame = chained(allowed if is_to_allowed else to, [_OPTIONS], mark, protocol=protocol)
@@ -521,7 +552,11 @@ def _ipv6_headers(table: _Table) -> None:
     _, mark = table.aim(6)
     hidden = packet(own, allowed, _FRAGMENT, fragment + bytes([UDP, 0, 1, 4, 0, 0, 0, 0]) + udp(4000, PORT, mark))
     table.put("extensions: behind a first fragment's header, to an allowed address", hidden)
-    for name, option in (("jumbo", b"\xc2\x04\0\1\0\0"), ("home address", b"\xc9\x10" + packed(own)), ("router alert", b"\5\2\0\0\1\0")):
+    for name, option in (
+        ("jumbo", b"\xc2\x04\0\1\0\0"),
+        ("home address", b"\xc9\x10" + packed(own)),
+        ("router alert", b"\5\2\0\0\1\0"),
+    ):
         to, mark = table.aim(6)
         padded = option + bytes(-(len(option) + 2) % 8)
         kind = _OPTIONS if name == "home address" else _HOP_BY_HOP
@@ -646,7 +681,13 @@ def _is_to_allowed_port(body: bytes, *, is_v6: bool) -> bool:
                 return False
             if protocol == _FRAGMENT and int.from_bytes(body[at + 2 : at + 4], "big") >> 3:
                 return True
-            size = 8 if protocol == _FRAGMENT else (body[at + 1] + 2) * 4 if protocol == _AUTHENTICATION else (body[at + 1] + 1) * 8
+            size = (
+                8
+                if protocol == _FRAGMENT
+                else (body[at + 1] + 2) * 4
+                if protocol == _AUTHENTICATION
+                else (body[at + 1] + 1) * 8
+            )
             protocol, at = body[at], at + size
     else:
         protocol, at = body[9], (body[0] & 15) * 4
@@ -670,16 +711,21 @@ def _is_about_allowed_port(message: bytes, *, is_v6: bool) -> bool:
 
 
 def damaged(place: Place, seed: int) -> Iterator[Frame]:
-    """Without end: frames near those of the table and near what is allowed, with a few octets changed, moved, lost or put in."""
+    """Without end: frames near those of the table and near what is allowed, a few octets changed, moved, lost or put in."""
     chance = random.Random(seed)
     table = [frame for attack in attacks(place) for frame in attack.frames if not any(frame.header)]
     honest = [
         Frame(place.macs + packet(place.own[v], ALLOWED[v], *rest)[12:], bytes(10))
         for v in (0, 1)
-        for rest in ((UDP, udp(4000, PORT)), (TCP, tcp(4000, PORT)), (TCP, tcp(4000, PORT, ACK)), (SCTP, udp(4000, PORT, bytes(24))))
+        for rest in (
+            (UDP, udp(4000, PORT)),
+            (TCP, tcp(4000, PORT)),
+            (TCP, tcp(4000, PORT, ACK)),
+            (SCTP, udp(4000, PORT, bytes(24))),
+        )
     ]
     while True:
-        octets = bytearray(chance.choice(table if chance.random() < 0.6 else honest).octets)  # noqa: S311
+        octets = bytearray(chance.choice(table if chance.random() < 0.6 else honest).octets)
         for _ in range(chance.choice((1, 1, 2, 4))):
             place_in = chance.randrange(12, len(octets))
             match chance.randrange(6):
@@ -698,5 +744,7 @@ def damaged(place: Place, seed: int) -> Iterator[Frame]:
                 octets += bytes(15 - len(octets))
         if octets[12:14] == b"\x08\x00" and len(octets) >= 34 and chance.random() < 0.8:
             size = 14 + max(20, (octets[14] & 15) * 4)
-            octets[14:size] = _summed(bytes(octets[14:size]) if len(octets[14:size]) % 2 == 0 else bytes(octets[14:size]) + b"\0")
+            octets[14:size] = _summed(
+                bytes(octets[14:size]) if len(octets[14:size]) % 2 == 0 else bytes(octets[14:size]) + b"\0"
+            )
         yield Frame(bytes(octets[:1_514]), bytes(10))

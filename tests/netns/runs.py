@@ -31,7 +31,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 class Host:
-    """The lab's host with a resolv.conf of its own. environment: of everything started here, in place of what says who called."""
+    """The lab's host with a resolv.conf of its own. environment: of what is started here, without what says who called."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -138,8 +138,20 @@ class Typed:
         before, self.heard = self.heard[: found.start()], self.heard[found.end() :]
         return before
 
+    def hand_over(self, text: str) -> None:
+        """A command line that makes a job the foreground, which it is when this returns; its echo is behind us then."""
+        before = os.tcgetpgrp(self._terminal)
+        self.say_to_echo(text)
+        deadline = time.monotonic() + READY_S_MAX
+        while os.tcgetpgrp(self._terminal) == before:
+            assert time.monotonic() < deadline, f"{text} made nobody the foreground"
+            time.sleep(0.005)
+
     def say(self, text: str, within_s: float = READY_S_MAX) -> str:
         """What a command line shows until the next prompt."""
-        self.line(text)
-        self.expect(re.escape(text) + "\n", within_s)
+        self.say_to_echo(text)
         return self.expect(self.PROMPT, within_s)
+
+    def say_to_echo(self, text: str) -> None:
+        self.line(text)
+        self.expect(re.escape(text) + "\n")

@@ -415,3 +415,127 @@ def test_only_root_is_heard() -> None:
         path.parent.rmdir()
     assert guarded == "permission\n"
     assert json.loads(opened) == {"error": "the control socket is for root: run the command with sudo", "exit": 2}
+
+
+# --- feeds -----------------------------------------------------------------------------------------------------------------
+
+
+class Ticks:
+    """A feed of numbers, and whether its client has ended it."""
+
+    def __init__(self, lines: int) -> None:
+        self.first: Mapping[str, object] = {"lines": lines}
+        self.ended = asyncio.Event()
+        self._lines = lines
+
+    async def lines(self) -> AsyncIterator[Mapping[str, object]]:
+        for number in range(self._lines):
+            yield {"tick": number}
+        await asyncio.Event().wait()
+
+    async def end(self) -> Mapping[str, object]:
+        self.ended.set()
+        return {"last": True}
+
+
+def feeding(feeds: list[Ticks], lines: int = 2) -> server.Answer:
+    async def answer(command: str, arguments: Mapping[str, object]) -> object:
+        if command != "feed":
+            return await echo(command, arguments)
+        feeds.append(Ticks(lines))
+        return feeds[-1]
+
+    return answer
+
+
+async def fed(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b'{"command": "feed"}\n')
+    assert json.loads(await reader.readline()).keys() == {"data"}
+    return reader, writer
+
+
+def test_feeds_are_not_among_the_clients_that_are_bounded(path: Path) -> None:
+    """Forty runs at a time do not keep a `status` out; when the server ends they are let go, without their last line."""
+    feeds: list[Ticks] = []
+
+    async def run() -> tuple[object, bytes]:
+        async with served(path, feeding(feeds)):
+            clients = [await fed(path) for _ in range(server.CLIENTS_MAX + 8)]
+            answer = await ask(path, "status")()
+            (reader, first), *others = clients
+            for _, writer in others:
+                writer.close()
+            async with asyncio.timeout(5):
+                await asyncio.gather(*(feed.ended.wait() for feed in feeds[1:]))
+        rest = await reader.read()
+        first.close()
+        await first.wait_closed()
+        return answer, rest
+
+    answer, rest = asyncio.run(run())
+    assert answer == {"command": "status"}
+    assert b"last" not in rest
+    assert not feeds[0].ended.is_set()
+
+
+def test_a_feed_ends_with_its_clients_side(path: Path) -> None:
+    """The answer, the lines, the last line, and the connection ends: whatever the client sends meanwhile, and however soon."""
+    feeds: list[Ticks] = []
+
+    async def act() -> list[Any]:
+        heard = []
+        for garbage in (b"", b'{"command": "status"}\n', b"\xff" * 200_000, b"\n" * 1000):
+            reader, writer = await fed(path)
+            writer.write(garbage)
+            lines = [json.loads(await reader.readline()) for _ in range(2)]
+            writer.write_eof()
+            async with asyncio.timeout(5):
+                heard.append(lines + [json.loads(line) for line in (await reader.read()).splitlines()])
+            writer.close()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b'{"command": "feed"}\n')
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            soon = [json.loads(line) for line in (await reader.read()).splitlines()]
+        writer.close()
+        return [*heard, [soon[0], soon[-1]]]
+
+    *heard, soon = with_server(path, act, feeding(feeds))
+    assert heard == [[{"tick": 0}, {"tick": 1}, {"last": True}]] * 4
+    assert soon == [{"data": {"lines": 2}}, {"last": True}]
+    assert all(feed.ended.is_set() for feed in feeds)
+
+
+def test_a_client_of_a_feed_may_stand_still(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as it likes: it is no client that does not read, and others are answered."""
+    monkeypatch.setattr(server, "IDLE_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(server, "WRITE_SECONDS_MAX", 0.01)
+    feeds: list[Ticks] = []
+    many = 20_000
+
+    async def act() -> bytes:
+        reader, writer = await asyncio.open_unix_connection(path, limit=1024)
+        writer.write(b'{"command": "feed"}\n')
+        await reader.readline()
+        for _ in range(3):
+            assert await ask(path, "status")() == {"command": "status"}
+            await asyncio.sleep(0.02)  # longer than any patience
+        assert not feeds[0].ended.is_set()
+        heard = b""
+        while f'{{"tick": {many - 1}}}\n'.encode() not in heard:
+            heard = heard[-100:] + await reader.read(1 << 16)
+        writer.close()
+        return heard
+
+    with_server(path, act, feeding(feeds, many))
+
+
+def test_a_request_may_have_ten_mebibytes(path: Path) -> None:
+    """`attach` has the texts of its policies in it; what is larger than the bound is refused (above)."""
+    text = "a.test:443/tcp\n" * (10 * 2**20 // 15)
+    assert with_server(path, ask(path, "measure", text=text), measure) == len(text)
+
+
+async def measure(_command: str, arguments: Mapping[str, object]) -> object:
+    return len(str(arguments["text"]))

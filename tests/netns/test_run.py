@@ -1,0 +1,342 @@
+"""`namegate run` against real servers: what it lets through, as whom COMMAND runs, how it ends, and that nothing of it stays.
+
+RUN_CONCURRENT and RUN_KILLS make two of them longer than in CI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.netns.lab import Lab
+from tests.netns.running import RunningAgent
+from tests.netns.runs import Host
+
+pytestmark = [pytest.mark.root]
+
+ALLOWED, DENIED = "198.51.100.7", "198.51.100.66"
+CONCURRENT = int(os.environ.get("RUN_CONCURRENT", "4"))
+KILLS = int(os.environ.get("RUN_KILLS", "4"))
+GONE_S_MAX = 5.0
+
+# Connects to each name or address and says what came of it and when, as JSON.
+CONNECT = """
+import json, socket, sys, time
+said = {}
+for target in sys.argv[1:]:
+    began = time.monotonic()
+    try:
+        socket.create_connection((target, 443), timeout=5).close()
+        what = "connected"
+    except OSError as error:
+        what = type(error).__name__
+    said[target] = [what, time.monotonic() - began]
+print(json.dumps(said))
+"""
+# Who and where COMMAND is, as JSON.
+WHO = """
+import json, os, signal, sys
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+print(json.dumps({
+    "ids": [os.getresuid(), os.getresgid(), sorted(os.getgroups())], "cwd": os.getcwd(), "environment": dict(os.environ),
+    "capabilities": [status["CapInh"], status["CapPrm"], status["CapBnd"], status["CapAmb"]], "bound": status["NoNewPrivs"],
+    "fds": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    """With a run that lasts, so that all share an agent; forwarding is off before it."""
+    records = {"a.test.": [f"A {ALLOWED}", "AAAA 2001:db8:53::7"], "evil.test.": [f"A {DENIED}"]}
+    with Lab(records=records, ports=(443,)) as lab:
+        lab.settle(lab.host, {"ipv4/ip_forward": 0})
+        host = Host(lab)
+        lasting = host.start("--", "sh", "-c", "echo started; exec sleep 600")
+        try:
+            assert lasting.stdout is not None
+            assert lasting.stdout.readline() == "started\n"
+            yield host
+        finally:
+            lasting.kill()
+            lasting.communicate()
+            until(lambda: not left(host), GONE_S_MAX)
+
+
+def until(is_so: Callable[[], bool], within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it never was so"
+        time.sleep(0.02)
+
+
+def left(host: Host) -> set[str]:
+    """Whatever is of runs in the host's network namespace."""
+    links = {link["ifname"] for link in json.loads(host.look("ip", "-j", "link"))}
+    tables = {line.split()[2] for line in host.look("nft", "list", "tables").splitlines()}
+    routes = {line for line in host.look("ip", "route", "show", "table", "all").splitlines() if "ngrun" in line}
+    return {name for name in links | tables if "run" in name} | routes
+
+
+def test_what_is_allowed_works_at_once_and_the_rest_fails_within_a_second(host: Host) -> None:
+    """By IPv4 and IPv6, by name; an address that nobody resolved; each denial has its line, with what would allow it."""
+    targets = ["a.test", "2001:db8:53::7", "evil.test", DENIED]
+    done = host.run("--allow", "a.test", "--", sys.executable, "-c", CONNECT, *targets)
+    said = json.loads(done.stdout)
+    assert [said[target][0] for target in targets] == ["connected", "connected", "gaierror", "ConnectionRefusedError"], done
+    assert max(took_s for _, took_s in said.values()) < 1
+    assert "namegate: denied: evil.test (A): " in done.stderr
+    assert "to allow it: --allow evil.test\n" in done.stderr
+    assert f"namegate: denied: {DENIED} port 443/tcp" in done.stderr
+
+
+def test_the_source_is_the_hosts(host: Host) -> None:
+    """NAT, for both families: nobody beyond the host sees a run's own addresses."""
+    with host.lab.capture(host.lab.internet, "eth0", "tcp[tcpflags] & tcp-syn != 0 or ip6") as capture:
+        host.run("--allow", "a.test", "--", sys.executable, "-c", CONNECT, ALLOWED, "a.test", "2001:db8:53::7")
+    seen = subprocess.run(["tcpdump", "-nr", str(capture.path)], capture_output=True, text=True, check=True).stdout
+    assert "IP 203.0.113.1." in seen
+    assert "IP6 2001:db8:2::1." in seen
+    assert "10.213." not in seen
+    assert "fd6e:" not in seen
+
+
+@pytest.mark.parametrize(("arguments", "code", "sentence"), [
+    (("--", "sh", "-c", "exit 3"), 3, ""),
+    (("--", "sh", "-c", "kill -TERM $$"), -signal.SIGTERM, ""),
+    (("--", "sh", "-c", "kill -KILL $$"), -signal.SIGKILL, ""),
+    (("--", "/etc/passwd"), 126, "namegate: /etc/passwd cannot be run: Permission denied\n"),
+    (("--", "no-such-command"), 127, "namegate: no-such-command cannot be run: No such file or directory\n"),
+    (("--allow", "a b c", "--", "true"), 125, "namegate: "),
+    (("--allow-file", "/no/such", "--", "true"), 125, "namegate: /no/such cannot be read: No such file or directory\n"),
+    (("--user", "nobody-here", "--", "true"), 125, "namegate: there is no user `nobody-here`: `getent passwd` lists them\n"),
+    (("--no-such-option", "--", "true"), 125, "Usage: "),
+    ((), 125, "Usage: "),
+], ids=lambda value: " ".join(map(str, value))[:24] if isinstance(value, tuple) else None)  # fmt: skip
+def test_the_exit_code_is_the_commands(host: Host, arguments: tuple[str, ...], code: int, sentence: str) -> None:
+    """Its own, or the signal's; 125 to 127 for what is not COMMAND's, with a sentence."""
+    done = host.run(*arguments)
+    assert (done.returncode, done.stderr[: len(sentence)]) == (code, sentence), done
+    assert bool(done.stderr) == bool(sentence)
+
+
+def test_the_command_is_the_callers(host: Host, tmp_path: Path) -> None:
+    """User, groups, directory and environment as before sudo; nothing of ours is inherited, and there is no way to more."""
+    tmp_path.chmod(0o755)
+    nobody = {"SUDO_UID": "65534", "SUDO_GID": "65534", "SUDO_USER": "nobody", "SUDO_COMMAND": "x"}
+    before = {"HOME": "/root", "USER": "root", "LOGNAME": "root", "SHELL": "/bin/zsh", "COLOR": "blue", "NAMEGATE_X": "1"}
+    done = host.run("--", sys.executable, "-c", WHO, environment={**nobody, **before}, directory=tmp_path)
+    said = json.loads(done.stdout)
+    assert said["ids"] == [[65534] * 3, [65534] * 3, [65534]]
+    assert said["cwd"] == str(tmp_path)
+    environment = said["environment"]
+    assert not [name for name in environment if name.startswith(("SUDO_", "NAMEGATE_"))]
+    assert [environment[name] for name in ("USER", "LOGNAME", "HOME", "COLOR")] == ["nobody", "nobody", "/nonexistent", "blue"]
+    assert said["bound"] == "1"
+    assert [int(each, 16) for each in said["capabilities"]] == [0, 0, 0xA00425FB, 0]
+    assert said["fds"] == [0, 1, 2]
+    assert host.run("--", "grep", "Sig[BI]", "/proc/self/status").stdout.split()[1::2] == ["0" * 16] * 2
+
+
+def test_root_keeps_its_name_and_few_capabilities(host: Host) -> None:
+    """Without sudo it is root's own command, in root's own environment; it can neither type into the terminal nor mount."""
+    typing = "import fcntl; fcntl.ioctl(0, {request:#x}, b'x')"
+    script = f"""
+        id -u; echo $HOME; umask
+        {sys.executable} -c "{typing.format(request=0x5412)}" 2>&1 | tail -n 1
+        {sys.executable} -c "{typing.format(request=0x1_0000_5412)}" 2>&1 | tail -n 1
+        mount -t tmpfs none /mnt 2>&1 | grep -c denied
+        ip link add x type dummy 2>&1
+    """
+    done = host.run("--", "sh", "-c", script, environment={"HOME": "/here"})
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["0", "/here"]
+    assert lines[3] == "PermissionError: [Errno 1] Operation not permitted"
+    assert "Error" in lines[4]
+    assert lines[5] == "1"
+    assert "Operation not permitted" in lines[6]
+
+
+def test_name_resolution_is_the_gates(host: Host) -> None:
+    """The server is the host's side of the link; the search list and the options are the host's."""
+    done = host.run("--allow", "a.test", "--", "sh", "-c", "cat /etc/resolv.conf; getent ahostsv4 a")
+    server, *kept = done.stdout.splitlines()
+    assert server.startswith("nameserver 10.213.")
+    assert kept[:2] == ["search test", "options ndots:1"]
+    assert kept[2].startswith(ALLOWED)
+
+
+def test_who_would_talk_for_the_command_is_out_of_reach(host: Host) -> None:
+    """A socket of a kind that is known is not there for COMMAND, unless the caller keeps it."""
+    directory = Path(f"/tmp/tmux-{400_000 + os.getpid()}")  # a user of no other test
+    directory.mkdir()
+    path = directory / "default"
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            path.chmod(0o777)
+            server.listen()
+            user = {"SUDO_UID": directory.name.removeprefix("tmux-"), "SUDO_GID": "65534"}
+            reach = ["--", sys.executable, "-c", f"import socket; socket.socket(1).connect({str(path)!r})"]
+            assert "FileNotFoundError" in host.run(*reach, environment=user).stderr
+            assert host.run("--keep-socket", path, *reach, environment=user).returncode == 0
+    finally:
+        path.unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def test_who_daemonises_stays_inside_and_ends_with_the_command(host: Host, tmp_path: Path) -> None:
+    """A session of its own, a parent that is gone: it has COMMAND's network, and no life after it."""
+    script = f"""setsid sh -c 'echo $$ $(readlink /proc/self/ns/net) > {tmp_path}/daemon; exec sleep 300' >&- 2>&- <&- &
+        while ! [ -s {tmp_path}/daemon ]; do :; done; cat {tmp_path}/daemon
+        readlink /proc/self/ns/net; readlink /proc/self/ns/pid"""
+    done = host.run("--", "sh", "-c", script)
+    daemon, network, pids = done.stdout.splitlines()
+    assert daemon.split()[1] == network
+    alive = subprocess.run(["ps", "-e", "-o", "pidns="], capture_output=True, text=True, check=True).stdout.split()
+    assert pids.strip("pid:[]") not in alive
+
+
+def test_an_audit_lets_pass_and_the_summary_says_what_it_was(host: Host) -> None:
+    """Names with their verdicts, and the lines that would allow them."""
+    done = host.run("--audit", "--summary", "--allow", "a.test", "--", sys.executable, "-c", CONNECT, "a.test", "evil.test")
+    assert [what for what, _ in json.loads(done.stdout).values()] == ["connected", "connected"]
+    assert "namegate: would be denied: evil.test (A): " in done.stderr
+    _, _, summary = done.stderr.partition("namegate: names asked:\n")
+    assert [line.split()[3:] for line in summary.splitlines()[:2]] == [["allowed", "a.test"], ["audited", "evil.test"]]
+    assert "namegate:   --allow evil.test\n" in summary
+
+
+def test_output_ends_when_the_command_ends_it(host: Host) -> None:
+    """No process of ours keeps a pipe open that COMMAND has closed."""
+    run = host.start("--", "sh", "-c", "echo out; exec >&- 2>&-; exec sleep 300")
+    try:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "out\n"
+    finally:
+        run.kill()
+        run.communicate(timeout=10)
+
+
+def test_runs_side_by_side(host: Host) -> None:
+    """Each has its own number, network and policy."""
+    runs = [
+        host.start("--allow", "a.test" if i % 2 else "evil.test", "--", sys.executable, "-c", CONNECT, "a.test", "evil.test")
+        for i in range(CONCURRENT)
+    ]
+    for i, run in enumerate(runs):
+        said, _ = run.communicate(timeout=60)
+        outcome = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+        assert run.returncode == 0, said
+        assert [what == "connected" for what, _ in outcome.values()] == ([True, False] if i % 2 else [False, True]), said
+    until(lambda: len(left(host)) <= len(left_of_one(host)), GONE_S_MAX)
+
+
+def left_of_one(host: Host) -> set[str]:
+    """Of the run that lasts."""
+    return {each for each in left(host) if "ngrun0" in each or each.endswith("run0")} | {"ng-runs", "ng-runs-peer"}
+
+
+def processes(marker: str) -> list[str]:
+    said = subprocess.run(["ps", "-e", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in said.splitlines() if marker in line]
+
+
+def test_nothing_stays_of_a_killed_run(host: Host) -> None:
+    """kill -9 at any moment: within five seconds no interface, table, route or process of it."""
+    before = left(host)
+    seed = int(os.environ.get("RUN_SEED", secrets.randbelow(1 << 31)))
+    print(f"RUN_SEED={seed}")
+    moments = random.Random(seed)
+    for i in range(KILLS):
+        marker = f"sleep 3{i:05}.{os.getpid()}"
+        run = host.start("--allow", "a.test", "--", "sh", "-c", f"setsid {marker} & exec {marker}")
+        time.sleep(moments.uniform(0.02, 0.7))
+        run.kill()
+        run.communicate(timeout=10)
+        until(lambda: left(host) <= before and not processes(marker), GONE_S_MAX)  # noqa: B023 - called at once
+    assert host.run("--allow", "a.test", "--", sys.executable, "-c", CONNECT, "a.test").returncode == 0
+
+
+def test_the_agent_ends_and_the_kernel_goes_on(host: Host, tmp_path: Path) -> None:
+    """Its end is said once; what was denied stays so; another agent takes the run again, and tells what is denied again."""
+    inode = Path(f"/run/netns/{host.lab.host}").stat().st_ino
+    control = Path(f"/run/namegate-runs/{inode}/control.sock")
+    script = """import socket, sys
+def connect(target):
+    try:
+        socket.create_connection((target, 443), timeout=8).close()
+        return "connected"
+    except OSError as error:
+        return type(error).__name__
+print("started", flush=True)
+for line in sys.stdin:
+    print(connect(line.strip()), flush=True)
+"""
+    command = host.inside(sys.executable, "-m", "agent", "run", "--allow", "a.test", "--", sys.executable, "-c", script)
+    errors = tmp_path / "stderr"
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=host.environment
+        ) as run,
+    ):
+        given, said = run.stdin, run.stdout
+        assert given is not None
+        assert said is not None
+
+        def connect(target: str) -> str:
+            print(target, file=given, flush=True)
+            return said.readline().strip()
+
+        assert said.readline() == "started\n"
+        agent = pid_behind(control)
+        os.kill(agent, signal.SIGKILL)
+        assert connect(DENIED) != "connected"
+        until(lambda: connect("a.test") == "connected", 20)
+        until(lambda: connect("evil.test") == "gaierror" and "namegate: denied: evil.test (A)" in errors.read_text(), 20)
+        assert pid_behind(control) not in {0, agent}
+        given.close()
+        assert run.wait(timeout=10) == 0
+    assert errors.read_text().count("the agent ended") == 1
+
+
+def pid_behind(control: Path) -> int:
+    """0: nobody listens."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(control))
+        except OSError:
+            return 0
+        return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+
+
+def test_a_named_agents_own_policies_widen_nothing(tmp_path: Path) -> None:
+    """An administrator's agent serves the run; that its policies allow everything is no matter for it."""
+    open_policy = (
+        "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\nmetadata: {name: open}\n"
+        "spec:\n  endpointSelector: {}\n  egress:\n  - toEntities: [all]\n"
+    )
+    with Lab(records={"a.test.": [f"A {ALLOWED}"], "evil.test.": [f"A {DENIED}"]}, ports=(443,)) as lab:
+        host = Host(lab)
+        with RunningAgent(lab, open_policy, tmp_path) as agent:
+            named = {"NAMEGATE_CONTROL": str(agent.configuration.parent / "run" / "control.sock")}
+            targets = ["a.test", "evil.test", DENIED]
+            done = host.run("--allow", "a.test", "--", sys.executable, "-c", CONNECT, *targets, environment=named)
+            said = json.loads(done.stdout)
+            assert [said[target][0] for target in targets] == ["connected", "gaierror", "ConnectionRefusedError"], done
+            assert not pid_behind(Path(f"/run/namegate-runs/{Path(f'/run/netns/{lab.host}').stat().st_ino}/control.sock"))
+        refused = host.run("--", "true", environment=named)
+        assert refused.returncode == 125
+        assert "no agent answers at" in refused.stderr
