@@ -81,6 +81,8 @@ from agent.injection import Injection, row_of
 from agent.policy.files import read_policies
 from agent.state import Journal
 from agent.status import Said, Status
+from agent.verify import Verify
+from agent.why.explain import Explain
 
 log = logging.getLogger("namegate")
 
@@ -172,8 +174,19 @@ class Shell:
         history_file = config.dns.history_file
         self._history = HistoryFile(history_file, self._engine.proxy.history) if history_file is not None else None
         self._trace: IO[str] | None = config.testing.trace.open("w") if config.testing.trace is not None else None
+        self._verify = Verify(
+            self._engine, datapath, self.hooks, self.facts, self._take, self._listings, config.datapath.verify_every
+        )
+        self._explain = Explain(self._engine, datapath.tables, lambda: self._host_addresses, self.drops.read, policies_at, now)
         self._status = Status(
-            config, self._engine, datapath, self.hooks, self._listings, lambda: self.host_endpoints, self._said
+            config,
+            self._engine,
+            datapath,
+            self.hooks,
+            self._listings,
+            lambda: self.host_endpoints,
+            self._said,
+            self._verify.differences,
         )
 
     def start(self, start: Start) -> None:
@@ -193,6 +206,7 @@ class Shell:
             self._hear()
         self._watch = NetworkWatch(self._loop, self.look_around)
         self._attaching.start(lambda: self._take([SourceReported("containers")]))
+        self._verify.start(self._loop)
         self.look_around()  # what was seen before the programs were built may be long ago
         # A full pass of the collector over a million addresses would stop the one thread for half a second. The core makes no
         # reference cycles; what the libraries make is young when it dies, and what lives is looked at once.
@@ -237,6 +251,7 @@ class Shell:
             gc.enable()
         if self._looking is not None:
             self._looking.cancel()
+        self._verify.close()
         self.hooks.close()
         self.drops.close()
         self._upstreams.close()
@@ -550,7 +565,9 @@ class Shell:
             "apply": self._apply,
             "attach": self._attaching.attach,
             "facts": self._listen,
+            "verify": self._verify.answer,
             "detach": self._detach,
+            "explain": self._explain.answer,
         }
         if command in does:
             return await does[command](arguments)
@@ -565,9 +582,8 @@ class Shell:
         if self._holder is not None and self._holder.problem:
             problems.append(self._holder.problem)
         is_starting = self._holder is not None and self._holder.is_starting
-        return Said(
-            self._wrong, problems, is_starting, {**self._listeners.counters.as_dict(), **self._upstreams.counters.as_dict()}
-        )
+        counters = {**self._listeners.counters.as_dict(), **self._upstreams.counters.as_dict(), **self._verify.counters}
+        return Said(self._wrong, problems, is_starting, counters)
 
     async def _apply(self, arguments: Mapping[str, object]) -> Row:
         files = arguments.get("files")

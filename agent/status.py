@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 from agent.compiled import is_in_use
 from agent.config import Config
 from agent.control.listings import Listings, Row, counts
-from agent.core.barrier import row_text
 from agent.core.engine import Engine
 from agent.core.types import Table
 from agent.datapath.abi import Loss
@@ -38,7 +37,7 @@ class Said(NamedTuple):
 
 
 class Status:
-    """host_endpoints, said: asked each time."""
+    """host_endpoints, said: asked each time. differences: of the kernel's rows in these tables (Verify)."""
 
     def __init__(
         self,
@@ -49,6 +48,7 @@ class Status:
         listings: Callable[[], Listings],
         host_endpoints: Callable[[], HostEndpoints],
         said: Callable[[], Said],
+        differences: Callable[..., list[Row]],
     ) -> None:
         self._config = config
         self._engine = engine
@@ -57,6 +57,7 @@ class Status:
         self._listings = listings
         self._host_endpoints = host_endpoints
         self._said = said
+        self._differences = differences
         self._started_at = dt.datetime.now(dt.UTC)
 
     async def endpoints(self) -> list[Row]:
@@ -123,13 +124,10 @@ class Status:
         return {key: count for key, count in sorted(counted.items()) if count}
 
     def _foreign_rows(self) -> list[str]:
-        """The few rows that decide over whole endpoints, compared with the kernel's: somebody may have edited them."""
+        """The few rows that decide over whole endpoints: somebody may have edited them since the last look at all."""
         return [
-            f"{table} row {row_text(key)} in the kernel is not as the agent wrote it"
-            for table in (Table.GROUPS, Table.ENDPOINTS)
-            for kernel in [dict(self._datapath.dump(table))]
-            for key, row in self._engine.reconciler.tables[table].realized.items()
-            if kernel.get(key) != row.value
+            f"{row['table']} row {row['row']} in the kernel is not as the agent wrote it: {row['so']}"
+            for row in self._differences(Table.GROUPS, Table.ENDPOINTS)
         ]
 
     def _what_is_nearly_full(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agent.cli import attach, change, judge, run, show
+from agent.cli import attach, change, explain, judge, monitor, run, show, verify
 from agent.cli.environment import DEFAULT_CONTROL, Environment, Refusal, Sentence, Session, with_examples
 from agent.control import ControlError
 
@@ -104,6 +104,9 @@ for _command in (
     change.apply,
     show.status,
     *show.nouns(),
+    explain.explain,
+    monitor.monitor,
+    verify.verify,
     attach.attach,
     attach.detach,
     change.holder,

@@ -49,7 +49,8 @@ def agent(context: click.Context, path: Path | None, debug: bool, is_for_runs: b
     for warning in config.warnings:
         click.echo(f"warning: {warning}", err=True)
     level = logging.DEBUG if session.debug else logging.INFO
-    handler = logging.FileHandler(log_file) if log_file is not None else logging.StreamHandler()
+    # An agent for runs that is about to end takes its directory away: the file is made when the lock is ours.
+    handler = logging.FileHandler(log_file, delay=True) if log_file is not None else logging.StreamHandler()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler], force=True)
     for library in ("pyroute2", "asyncio"):
         logging.getLogger(library).setLevel(logging.WARNING)

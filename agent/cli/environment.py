@@ -6,8 +6,10 @@ environment lacks something.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -16,6 +18,7 @@ import click
 
 if TYPE_CHECKING:
     from agent.config import Config
+    from agent.control.client import Feed
     from agent.host.doctor import Condition
     from agent.host.peers import Behind
 
@@ -30,6 +33,12 @@ def _connect(path: Path, patience: float) -> Asks:
     from agent.control.client import Control
 
     return Control(path, patience)
+
+
+def _listen(path: Path, kinds: Sequence[str], endpoint: int | None) -> Feed:
+    from agent.control.client import Control
+
+    return Control(path).listen("facts", kinds=kinds, endpoint=endpoint)
 
 
 def _is_root() -> bool:
@@ -56,9 +65,14 @@ def _clean(config: Config) -> list[str]:
 
 
 def _release(config: Config, interface: str) -> bool:
+    from agent.attachments import Attachments
     from agent.datapath.datapath import Settings, release
     from agent.datapath.errors import DatapathError
 
+    # First: what is let go must not be attached again by the next start.
+    attachments = Attachments(config.control.socket.with_name("attachments"), config.datapath.device)
+    with contextlib.suppress(OSError):
+        attachments.remove([socket.if_nametoindex(interface)])
     try:
         return release(Settings(**asdict(config.datapath)), interface)
     except DatapathError as error:
@@ -85,15 +99,17 @@ def _hold(control: Path, is_detached: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """connect: socket path and patience in seconds to something that can be asked. run: the daemon with this
-    configuration, until it ends, to its exit code; true: the one that only serves runs. clean: take everything out of the
-    kernel that an agent with this configuration leaves there, end its holder, and name the interfaces that were policed.
-    release: take its programs off one interface; were there any? hold: be the holder at this path until it is told to
-    leave, or let a child be it. examine: what of this host stands in the way of an agent with this configuration. behind: what
-    leads into the network namespace of a process, or of this name; raises NotPoliced.
+    """connect: socket path and patience in seconds to something that can be asked. listen: at this socket to facts of these kinds
+    (none: all) about this endpoint (None: all). run: the daemon with this configuration, until it ends, to its exit code; true:
+    the one that only serves runs. clean: take everything out of the kernel that an agent with this configuration leaves there,
+    end its holder, and name the interfaces that were policed. release: take its programs off one interface; were there any?
+    hold: be the holder at this path until it is told to leave, or let a child be it. examine: what of this host stands in the
+    way of an agent with this configuration. behind: what leads into the network namespace of a process, or of this name; raises
+    NotPoliced.
     """
 
     connect: Callable[[Path, float], Asks] = _connect
+    listen: Callable[[Path, Sequence[str], int | None], Feed] = _listen
     is_root: Callable[[], bool] = _is_root
     run: Callable[[Config, bool], int] = _run
     clean: Callable[[Config], list[str]] = _clean
@@ -113,6 +129,9 @@ class Session:
 
     def ask(self, command: str, /, *, patience: float = 10.0, **arguments: object) -> object:
         return self.environment.connect(self.control, patience).ask(command, **arguments)
+
+    def listen(self, kinds: Sequence[str] = (), endpoint: int | None = None) -> Feed:
+        return self.environment.listen(self.control, kinds, endpoint)
 
     def require_root(self, command: str, why: str) -> None:
         if not self.environment.is_root():

@@ -157,6 +157,10 @@ class Listings:
         rule = self._engine.cookies.rule_by_cookie.get(cookie)
         return str(rule.origin) if rule is not None else "every question is seen by the agent" if cookie == 0 else "no rule"
 
+    def labels_of(self, identity: int) -> list[str]:
+        """Empty for a number that nobody has given."""
+        return sorted(self._engine.identities.labels_by_identity.get(identity, ()))
+
     def rows_failed(self) -> list[Row]:
         return [
             {

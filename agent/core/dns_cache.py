@@ -8,8 +8,7 @@ end moved is put back when its old end comes up.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -18,11 +17,11 @@ from agent.core.records import PairRecord
 from agent.core.types import Address
 
 # A name that is asked all the time costs the journal one line a second, not one for each answer.
-SAVED_WITHIN_S = 1.0
+SAVED_WITHIN_S: Final = 1.0
 
 
-EVERY_LOOK = 1 << 62
-GIVEN_OUT = float("inf")  # `looked_at` of a pair that is due, until it is kept or removed
+EVERY_LOOK: Final = 1 << 62
+GIVEN_OUT: Final = float("inf")  # `looked_at` of a pair that is due, until it is kept or removed
 
 
 class Pair(NamedTuple):
@@ -31,19 +30,21 @@ class Pair(NamedTuple):
     address: Address
 
 
-@dataclass(slots=True)
 class Lifetime:
     """lives_until: by TTL alone. kept_until: at least that, longer while flows use the address. looked_at: when, next.
 
     answered_at: last, in this process; of a pair that the process before left, 0. is_over: the pair was forgotten.
     """
 
-    lives_until: float
-    kept_until: float
-    looked_at: float
-    saved_until: float  # what the journal says of kept_until; see SAVED_WITHIN_S
-    answered_at: float
-    is_over: bool = False
+    __slots__ = ("answered_at", "is_over", "kept_until", "lives_until", "looked_at", "saved_until")
+
+    def __init__(self, lives_until: float, kept_until: float, saved_until: float, answered_at: float) -> None:
+        self.lives_until = lives_until
+        self.kept_until = kept_until
+        self.looked_at = kept_until
+        self.saved_until = saved_until  # what the journal says of kept_until; see SAVED_WITHIN_S
+        self.answered_at = answered_at
+        self.is_over = False
 
 
 class DnsCache:
@@ -59,19 +60,16 @@ class DnsCache:
         # Each pair once, at `looked_at`, but those that `due` gave out. No heap: to rid it of what went is to look at all.
         self._ends: SortedList[tuple[float, Pair]] = SortedList()
 
-    def update(self, pair: Pair, ttl: int, now: float) -> bool:
-        """Take in one record of an answer; says whether the pair is new. ttl in seconds, as it came."""
-        lifetime = self.lifetimes.get(pair)
-        if lifetime is not None:
-            self.extend(lifetime, ttl, now)
-            return False
+    def add(self, pair: Pair, ttl: int, now: float) -> Lifetime:
+        """Take in one record of an answer, of a pair that is new. ttl in seconds, as it came."""
         ends = self._end(ttl, now)
-        self._put(pair, Lifetime(ends, ends, ends, 0.0, now))
+        lifetime = Lifetime(ends, ends, 0.0, now)
+        self._put(pair, lifetime)
         self._ends.add((ends, pair))
-        return True
+        return lifetime
 
     def extend(self, lifetime: Lifetime, ttl: int, now: float) -> None:
-        """`update` of a pair that is known."""
+        """The same, of a pair that is known."""
         lifetime.answered_at = now
         ends = self._end(ttl, now)
         if ends > lifetime.lives_until:
@@ -95,7 +93,7 @@ class DnsCache:
         ends: list[tuple[float, Pair]] = []
         for scope, name, address, lives_until, kept_until in records:
             pair = Pair(scope, name, address)
-            self._put(pair, Lifetime(lives_until, kept_until, kept_until, kept_until, 0.0))
+            self._put(pair, Lifetime(lives_until, kept_until, kept_until, 0.0))
             ends.append((kept_until, pair))
         self._ends.update(ends)
 

@@ -2,6 +2,9 @@
 
 The shell hands events to `Engine.handle` and performs what `Engine.effects` gives back. Nothing else crosses the wall.
 Times are seconds of CLOCK_BOOTTIME, as float.
+
+What there is for every question is a class with slots: to make a named tuple and to read its fields costs several times as
+much, compiled (agent/compiled.py) and not.
 """
 
 from __future__ import annotations
@@ -17,26 +20,32 @@ from agent.core.types import Address, Key, Orientation, Table, Value, Write
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-class Query(NamedTuple):
+class Query:
     """A question reached the proxy.
 
     asker: opaque to the core; the shell knows from it where an answer goes. client, server: the addresses of the packet.
     port, protocol: as asked. message: the DNS message as it came (without the two length bytes of TCP).
     """
 
-    asker: Hashable
-    client: Address
-    server: Address
-    port: int
-    protocol: int
-    message: bytes
+    __slots__ = ("asker", "client", "message", "port", "protocol", "server")
+
+    def __init__(self, asker: Hashable, client: Address, server: Address, port: int, protocol: int, message: bytes) -> None:
+        self.asker = asker
+        self.client = client
+        self.server = server
+        self.port = port
+        self.protocol = protocol
+        self.message = message
 
 
-class Reply(NamedTuple):
+class Reply:
     """An upstream answered an open transaction; socket, id and question were compared by the shell."""
 
-    transaction: int
-    message: bytes
+    __slots__ = ("message", "transaction")
+
+    def __init__(self, transaction: int, message: bytes) -> None:
+        self.transaction = transaction
+        self.message = message
 
 
 class UpstreamFailed(NamedTuple):
@@ -163,26 +172,32 @@ Event = (
 # --- effects ---------------------------------------------------------------------------------------------------------
 
 
-class SendReply(NamedTuple):
+class SendReply:
     """To the client: exactly one for each Query that is answered at all."""
 
-    asker: Hashable
-    message: bytes
+    __slots__ = ("asker", "message")
+
+    def __init__(self, asker: Hashable, message: bytes) -> None:
+        self.asker = asker
+        self.message = message
 
 
-class AskUpstream(NamedTuple):
+class AskUpstream:
     """Send the question to this server; asking again with the same transaction replaces the try before.
 
     question: wire form of the question section (name in the client's case, type, class); the shell compares it with the
     reply's.
     """
 
-    transaction: int
-    server: Address
-    port: int
-    protocol: int
-    message: bytes
-    question: bytes
+    __slots__ = ("message", "port", "protocol", "question", "server", "transaction")
+
+    def __init__(self, transaction: int, server: Address, port: int, protocol: int, message: bytes, question: bytes) -> None:
+        self.transaction = transaction
+        self.server = server
+        self.port = port
+        self.protocol = protocol
+        self.message = message
+        self.question = question
 
 
 class Forget(NamedTuple):

@@ -43,6 +43,7 @@ from agent.core.types import (
     IpcacheKey,
     OwnAddressKey,
     Prefix,
+    address_key,
 )
 
 # A program run that has read a set's number is over long before: runs take microseconds.
@@ -166,7 +167,7 @@ class Groups:
             self._is_stale |= alike != added
         labels = endpoint_label_set(added.labels)
         for address in added.addresses:
-            key = IpcacheKey(SCOPE_STATIC, Prefix.of(address))
+            key = address_key(SCOPE_STATIC, address)
             self.endpoint_by_address[address] = added.endpoint
             self._ipcache.upsert(key, f"endpoint:{added.endpoint}", labels, beyond_bound=True)
         for address in added.also_from:
@@ -197,7 +198,7 @@ class Groups:
         for address in before.addresses:
             if address not in kept and self.endpoint_by_address.get(address) == endpoint:
                 del self.endpoint_by_address[address]
-                self._ipcache.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), f"endpoint:{endpoint}")
+                self._ipcache.remove(address_key(SCOPE_STATIC, address), f"endpoint:{endpoint}")
         for address in before.also_from:
             if address not in also_from:
                 self._also_from.discard(address, endpoint)
@@ -393,7 +394,7 @@ class Groups:
             return []
         added = endpoint.added
         rows = [self._reconciler.own_addresses.reference(OwnAddressKey(added.endpoint, each)) for each in added.addresses]
-        return rows + [self._ipcache.reference(IpcacheKey(SCOPE_STATIC, Prefix.of(each))) for each in added.addresses]
+        return rows + [self._ipcache.reference(address_key(SCOPE_STATIC, each)) for each in added.addresses]
 
     def _assign(self, plan: _Plan, group: Group, members: list[Endpoint]) -> None:
         for endpoint in members:

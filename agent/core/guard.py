@@ -30,8 +30,7 @@ from __future__ import annotations
 import enum
 import ipaddress
 from collections.abc import Callable, Collection, Iterable
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from agent.core.types import Address, Prefix
 from agent.dns.wire import unmapped
@@ -72,7 +71,7 @@ class _Range(NamedTuple):
 
 
 # The most telling first: the first that holds an address names it.
-_KINDS = tuple(
+_KINDS: Final = tuple(
     (_Range.of(text), kind)
     for text, kind in (
         ("169.254.169.254", Kind.METADATA),  # nearly every cloud
@@ -102,9 +101,9 @@ _KINDS = tuple(
 )
 
 # The same addresses are answered again and again; strangers can push entries out, never add to the bound.
-READINGS_MAX = 65536
+KINDS_MAX: Final = 65536
 
-_NOTHING_EMBEDDED = bytes(4)
+_NOTHING_EMBEDDED: Final = bytes(4)
 
 
 def _local_nat64(address: Address) -> tuple[Address, ...]:
@@ -131,7 +130,7 @@ def _last_four(address: Address) -> tuple[Address, ...]:
     return (address[12:],)
 
 
-_EMBEDDINGS: tuple[tuple[_Range, Callable[[Address], tuple[Address, ...]]], ...] = (
+_EMBEDDINGS: Final[tuple[tuple[_Range, Callable[[Address], tuple[Address, ...]]], ...]] = (
     (_Range.of("::/96"), _last_four),
     (_Range.of("::ffff:0:0:0/96"), _last_four),
     (_Range.of("64:ff9b::/96"), _last_four),
@@ -139,11 +138,10 @@ _EMBEDDINGS: tuple[tuple[_Range, Callable[[Address], tuple[Address, ...]]], ...]
     (_Range.of("2002::/16"), lambda address: (address[2:6],)),
     (_Range.of("2001::/32"), _teredo),
 )
-_STARTS_OF_FORMS = frozenset((0x00, 0x20))  # first octets of these
-_ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
+_STARTS_OF_FORMS: Final = frozenset((0x00, 0x20))  # first octets of these
+_ISATAP: Final = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
 
 
-@lru_cache(maxsize=READINGS_MAX)
 def _readings(address: Address) -> tuple[tuple[Address, Kind | None], ...]:
     """Every address that packets to this one may end at, itself first, each with its kind by the table."""
     address = unmapped(address)
@@ -169,7 +167,7 @@ def _first_octets(guarded: _Range) -> range:
 
 
 # By length and first octet: of most, no address is guarded.
-_KINDS_BY_START = {
+_KINDS_BY_START: Final = {
     (octets, first): tuple(known for known in _KINDS if known[0].octets == octets and first in _first_octets(known[0]))
     for octets in (4, 16)
     for first in range(256)
@@ -213,10 +211,14 @@ class AddressGuard:
         try:
             return self._kinds[address]
         except KeyError:
-            if len(self._kinds) >= READINGS_MAX:
+            if len(self._kinds) >= KINDS_MAX:
                 self._kinds.clear()
             kind = self._kinds[address] = self._judge(address, ())
             return kind
+
+    def forbids_any(self, records: Iterable[tuple[Address, int]], allowed: Collection[Prefix]) -> bool:
+        """Is one of the addresses of an answer forbidden?"""
+        return any(self.forbids(address, allowed) is not None for address, _ in records)
 
     def _judge(self, address: Address, allowed: Collection[Prefix]) -> Kind | None:
         for reading, kind in _readings(address):
@@ -227,5 +229,8 @@ class AddressGuard:
         return None
 
     def _is_let_through(self, address: Address, reading: Address, allowed: Collection[Prefix]) -> bool:
-        wanted = Prefix.of(reading), Prefix.of(address)
-        return any(prefix.contains(one) for prefixes in (self._allowed, allowed) for prefix in prefixes for one in wanted)
+        for prefixes in (self._allowed, allowed):
+            for prefix in prefixes:
+                if prefix.holds(reading) or prefix.holds(address):
+                    return True
+        return False

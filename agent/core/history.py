@@ -7,28 +7,41 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final
 
+from agent.core.multimap import MultiMap
 from agent.core.types import Address
 
-KEPT_S = 24 * 3_600.0
+KEPT_S: Final = 24 * 3_600.0
 # A name that is asked all the time is noted so often.
-NOTED_WITHIN_S = 10.0
+NOTED_WITHIN_S: Final = 10.0
 
 
-class Seen(NamedTuple):
+class Seen:
     """chain: the name asked, then the targets of its aliases. until: when its lifetime ends or ended.
 
     endpoint: who was answered last; None where a process before answered it: numbers of endpoints begin anew at each boot.
     """
 
-    name: str
-    address: Address
-    endpoint: int | None
-    chain: tuple[str, ...]
-    first_at: float
-    last_at: float
-    until: float
+    __slots__ = ("address", "chain", "endpoint", "first_at", "last_at", "name", "until")
+
+    def __init__(
+        self,
+        name: str,
+        address: Address,
+        endpoint: int | None,
+        chain: tuple[str, ...],
+        first_at: float,
+        last_at: float,
+        until: float,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.endpoint = endpoint
+        self.chain = chain
+        self.first_at = first_at
+        self.last_at = last_at
+        self.until = until
 
 
 class NameHistory:
@@ -36,7 +49,7 @@ class NameHistory:
         self.entries_max = entries_max
         self.notes = 0  # since the start: whoever keeps a copy knows from it whether anything is new
         self._seen: OrderedDict[tuple[Address, str], Seen] = OrderedDict()  # the one not seen for longest first
-        self._names_by_address: dict[Address, dict[str, None]] = {}
+        self._names_by_address: MultiMap[Address, str] = MultiMap()
 
     def note(self, name: str, address: Address, endpoint: int, chain: tuple[str, ...], until: float, now: float) -> None:
         """An answer for `name` held the address."""
@@ -47,7 +60,9 @@ class NameHistory:
 
     def is_due(self, name: str, address: Address, endpoint: int, chain: tuple[str, ...], now: float) -> bool:
         """Is there anything in it that was not noted a moment ago?"""
-        before = self._seen.get((address, name))
+        # As the dictionary it also is: this is asked of each address of each answer, and `OrderedDict.get` costs twice as much.
+        seen: dict[tuple[Address, str], Seen] = self._seen
+        before = seen.get((address, name))
         return before is None or now - before.last_at >= NOTED_WITHIN_S or before.endpoint != endpoint or before.chain != chain
 
     def restore(self, seen: Iterable[Seen], now: float) -> None:
@@ -59,7 +74,7 @@ class NameHistory:
 
     def _put(self, seen: Seen) -> None:
         self._seen[seen.address, seen.name] = seen
-        self._names_by_address.setdefault(seen.address, {})[seen.name] = None
+        self._names_by_address.add(seen.address, seen.name)
         if len(self._seen) > self.entries_max:
             self._forget_oldest()
 
@@ -70,8 +85,7 @@ class NameHistory:
 
     def on(self, address: Address, now: float) -> list[Seen]:
         """Names seen on the address in the last day, the one seen last first."""
-        names = self._names_by_address.get(address, ())
-        found = [self._seen[address, name] for name in names]
+        found = [self._seen[address, name] for name in self._names_by_address.of(address)]
         return sorted((seen for seen in found if seen.last_at > now - KEPT_S), key=lambda seen: seen.last_at, reverse=True)
 
     def expire(self, now: float) -> None:
@@ -84,10 +98,7 @@ class NameHistory:
 
     def _forget_oldest(self) -> None:
         (address, name), _ = self._seen.popitem(last=False)
-        names = self._names_by_address[address]
-        del names[name]
-        if not names:
-            del self._names_by_address[address]
+        self._names_by_address.discard(address, name)
 
     def __len__(self) -> int:
         return len(self._seen)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from agent.core.identity import IdentityAllocator, NoRoom
 from agent.core.metadata import HOST_LABELS, Metadata
 from agent.core.tables import IpcacheTable, RowReference
-from agent.core.types import LABEL_WORLD, SCOPE_STATIC, Address, IpcacheKey, Key, LabelSet, Prefix, Value
+from agent.core.types import LABEL_WORLD, SCOPE_STATIC, Address, IpcacheKey, Key, LabelSet, Prefix, Value, address_key
 
 RESOURCE_POLICY = "policy"
 RESOURCE_HOST = "host"
@@ -108,17 +108,16 @@ class Ipcache:
 
     def label_set(self, scope: int, address: Address) -> LabelSet:
         """What the datapath would take this address for, from an endpoint of this scope."""
-        prefix = Prefix.of(address)
-        return self.metadata.label_set(IpcacheKey(scope, prefix)) or self.metadata.static_labels(prefix)
+        return self.metadata.labels_at(scope, address)
 
     def host_addresses(self, before: Iterable[Address], after: Iterable[Address]) -> None:
         """The host has these addresses now."""
         before, after = set(before), set(after)
         for address in after - before:
             # Names that workloads asked for must not keep the host from being known as the host.
-            self.upsert(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), RESOURCE_HOST, HOST_LABELS, beyond_bound=True)
+            self.upsert(address_key(SCOPE_STATIC, address), RESOURCE_HOST, HOST_LABELS, beyond_bound=True)
         for address in before - after:
-            self.remove(IpcacheKey(SCOPE_STATIC, Prefix.of(address)), RESOURCE_HOST)
+            self.remove(address_key(SCOPE_STATIC, address), RESOURCE_HOST)
 
     def resolve_inside(self, networks: Iterable[Prefix], *, beyond_bound: bool) -> Iterator[RowReference]:
         """These are named now, or not any more: addresses inside carry the label of the closest one that is.

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple, cast
 
 from sortedcontainers import SortedList
 
 from agent.core.prefixes import LengthsInUse
-from agent.core.types import LABEL_HOST, LABEL_WORLD, SCOPE_STATIC, IpcacheKey, LabelSet, Prefix
+from agent.core.types import LABEL_HOST, LABEL_WORLD, SCOPE_STATIC, Address, IpcacheKey, LabelSet, Prefix
 
-NO_LABELS: LabelSet = frozenset()
-STATIC_LABELS_MAX = 4_096
-KEYS_AT_ONCE = 64  # looked up together; one that is gone when its turn comes does no harm
+NO_LABELS: Final[LabelSet] = frozenset()
+STATIC_LABELS_MAX: Final = 4_096
+KEYS_AT_ONCE: Final = 64  # looked up together; one that is gone when its turn comes does no harm
 
 
 class _Single(NamedTuple):
@@ -136,6 +136,17 @@ class Metadata:
             return own | {LABEL_WORLD}
         return own | self.static_labels(key.prefix)
 
+    def labels_at(self, scope: int, address: Address) -> LabelSet:
+        """`label_set` of an address, or without a row its `static_labels`."""
+        # Asked for each question. A key and a prefix are tuples, and making them costs more than looking them up.
+        place = address, len(address) * 8
+        if (scope, place) not in cast("Mapping[tuple[int, tuple[Address, int]], object]", self._attached):
+            labels = cast("Mapping[tuple[Address, int], LabelSet]", self._static_labels).get(place)
+            if labels is not None:
+                return labels
+        prefix = Prefix.of(address)
+        return self.label_set(IpcacheKey(scope, prefix)) or self.static_labels(prefix)
+
     def static_labels(self, prefix: Prefix) -> LabelSet:
         """What an address is by the static prefixes alone."""
         labels = self._static_labels.get(prefix)
@@ -172,4 +183,4 @@ class Metadata:
                 first, is_new = keys[-1], False
 
 
-HOST_LABELS: LabelSet = frozenset({LABEL_HOST})
+HOST_LABELS: Final[LabelSet] = frozenset({LABEL_HOST})

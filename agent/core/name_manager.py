@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 from sortedcontainers import SortedList
 
@@ -27,33 +27,50 @@ from agent.core.records import PairGone, PairRecord, Record
 from agent.core.rules import Fqdn
 from agent.core.selectors import FqdnSelector
 from agent.core.tables import RowReference
-from agent.core.types import LABEL_WORLD, Address, IpcacheKey, LabelSet, Prefix
+from agent.core.types import LABEL_WORLD, Address, LabelSet, address_key
 
 # About 2 ms of matching and labels: between two slices the shell looks at its sockets.
-PAIRS_AT_ONCE = 32
+PAIRS_AT_ONCE: Final = 32
 # A bound that was made smaller is reached by and by, so many addresses with each answer.
-EVICTED_AT_ONCE = 32
+EVICTED_AT_ONCE: Final = 32
 # A name that is not known is looked for when its reply is judged, held and learned.
-MATCHES_MAX = 1_024
+MATCHES_MAX: Final = 1_024
 
 
-class Learned(NamedTuple):
-    """What an answer led to: the rows its addresses need and the kernel does not hold, and the pairs that are new by it."""
+class Learned:
+    """What an answer led to: the rows its addresses need and the kernel does not hold, and the pairs that are new by it.
 
-    rows: list[RowReference]
-    added: list[Pair]
+    lifetimes: of all its addresses, in their order.
+    """
+
+    __slots__ = ("added", "lifetimes", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[RowReference] = []
+        self.added: list[Pair] = []
+        self.lifetimes: list[Lifetime] = []
 
 
-@dataclass(slots=True)
 class Lesson:
     """An answer that changed nothing but lifetimes, as the next one like it does while all else is as it was (`repeat`)."""
 
-    records: tuple[tuple[Address, int], ...]
-    scope: int
-    name: str
-    known: _Known
-    guard: AddressGuard
-    lifetimes: list[Lifetime]
+    __slots__ = ("guard", "known", "lifetimes", "name", "records", "scope")
+
+    def __init__(
+        self,
+        records: tuple[tuple[Address, int], ...],
+        scope: int,
+        name: str,
+        known: _Known,
+        guard: AddressGuard,
+        lifetimes: list[Lifetime],
+    ) -> None:
+        self.records = records
+        self.scope = scope
+        self.name = name
+        self.known = known
+        self.guard = guard
+        self.lifetimes = lifetimes
 
 
 class _Matched(NamedTuple):
@@ -170,7 +187,7 @@ class NameManager:
     def _rows_of(self, selector: FqdnSelector) -> Iterator[RowReference]:
         for scope, bag in selector.bags.items():
             for address in bag:
-                yield self._ipcache.reference(IpcacheKey(scope, Prefix.of(address)))
+                yield self._ipcache.reference(address_key(scope, address))
 
     # --- selectors and what is known -----------------------------------------------------------------------------------
 
@@ -233,7 +250,7 @@ class NameManager:
         pairs = list(self.cache.pairs_of(name))
         for pair in pairs:
             self._relabel(pair, before, after, beyond_bound=beyond_bound)
-        return [self._ipcache.reference(IpcacheKey(pair.scope, Prefix.of(pair.address))) for pair in pairs]
+        return [self._ipcache.reference(address_key(pair.scope, pair.address)) for pair in pairs]
 
     def _match(self, name: str) -> tuple[FqdnSelector, ...]:
         selectors = self._matches.get(name)
@@ -350,7 +367,7 @@ class NameManager:
             selectors = known.selectors
             if known.account is not None and account is not None and known.account != account:
                 self._know(name, selectors, None)
-        learned = Learned([], [])
+        learned = Learned()
         # A `Pair` and an `IpcacheKey` are tuples; making one costs more than looking it up.
         lifetimes = cast("dict[tuple[int, str, Address], Lifetime]", self.cache.lifetimes)
         is_there = cast("Callable[[tuple[int, tuple[Address, int]]], bool]", self._ipcache.is_there)
@@ -360,14 +377,14 @@ class NameManager:
                 lifetime = lifetimes.get((scope, name, address))
                 if lifetime is None:
                     pair = Pair(scope, name, address)
-                    self.cache.update(pair, ttl, now)
-                    lifetime = self.cache.lifetimes[pair]
+                    lifetime = self.cache.add(pair, ttl, now)
                     if name not in self._known_by_name:
                         self._know(name, selectors, account)
                     learned.added.append(pair)
                     self._relabel(pair, (), selectors)
                 else:
                     self.cache.extend(lifetime, ttl, now)
+                learned.lifetimes.append(lifetime)
                 if crowd is not None:
                     crowd.answered(address, now, lifetime.lives_until)
                 if lifetime.kept_until >= lifetime.saved_until + SAVED_WITHIN_S:
@@ -375,18 +392,17 @@ class NameManager:
                 if not selectors or not pending:
                     continue  # what a selector holds has a row, and every row is as it is wanted
                 if not is_there((scope, (address, len(address) * 8))) and self._may_be_held(selectors, address):
-                    learned.rows.append(self._ipcache.reference(IpcacheKey(scope, Prefix.of(address))))
+                    learned.rows.append(self._ipcache.reference(address_key(scope, address)))
         except NoRoom:
             self.take_back(learned.added)
             raise
         return learned
 
-    def lesson(self, name: str, records: tuple[tuple[Address, int], ...], scope: int) -> Lesson | None:
+    def lesson(self, name: str, records: tuple[tuple[Address, int], ...], scope: int, learned: Learned) -> Lesson | None:
         """After `learn` had nothing to add and no row to wait for; None for a name whose addresses are counted by use."""
         if (scope, name) in self._crowds:
             return None
-        lifetimes = [self.cache.lifetimes[Pair(scope, name, address)] for address, _ in records]
-        return Lesson(records, scope, name, self._known_by_name[name], self.guard, lifetimes)
+        return Lesson(records, scope, name, self._known_by_name[name], self.guard, learned.lifetimes)
 
     def repeat(self, lesson: Lesson, now: float) -> bool:
         """`learn` the same again. False: something is different by now, and nothing was done."""
@@ -397,7 +413,8 @@ class NameManager:
         for lifetime in lesson.lifetimes:
             if lifetime.is_over:
                 return False
-        for lifetime, (address, ttl) in zip(lesson.lifetimes, lesson.records, strict=True):
+        for place, lifetime in enumerate(lesson.lifetimes):
+            address, ttl = lesson.records[place]
             self.cache.extend(lifetime, ttl, now)
             if lifetime.kept_until >= lifetime.saved_until + SAVED_WITHIN_S:
                 self._save(lesson.scope, lesson.name, address, lifetime)
@@ -430,7 +447,7 @@ class NameManager:
     def _relabel(
         self, pair: Pair, before: tuple[FqdnSelector, ...], after: tuple[FqdnSelector, ...], *, beyond_bound: bool = False
     ) -> None:
-        key = IpcacheKey(pair.scope, Prefix.of(pair.address))
+        key = address_key(pair.scope, pair.address)
         if after and self.guard.forbids(pair.address) is not None:
             after = tuple(selector for selector in after if self._may_hold(selector, pair.address))
         if after:
@@ -543,7 +560,7 @@ def _apart(stretches: list[_Stretch]) -> list[_Stretch]:
 
 
 # Between a dot and the sign after it, in order, are all names below a suffix.
-_AFTER_DOT = "/"
+_AFTER_DOT: Final = "/"
 
 
 def _reversed(name: str) -> str:

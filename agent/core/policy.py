@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from agent.core.names import EVERY_NAME, NamePattern, PatternIndex
 from agent.core.rules import Cidr, Endpoints, Entity, Fqdn, Peer, Policy, Ports, Rule
@@ -31,14 +31,14 @@ from agent.core.types import (
     Verdict,
 )
 
-PORT_LAST = 65_535
+PORT_LAST: Final = 65_535
 # What preparing a policy costs is counted in rows (`sets.ROWS_AT_ONCE`): one is about 10 us.
-COST_OF_PATTERN = 3
-LABEL_ENDPOINT = "reserved:endpoint"
-PROTOCOLS_OF_DNS = (PROTOCOL_UDP, PROTOCOL_TCP)
-COOKIE_NONE = 0
+COST_OF_PATTERN: Final = 3
+LABEL_ENDPOINT: Final = "reserved:endpoint"
+PROTOCOLS_OF_DNS: Final = (PROTOCOL_UDP, PROTOCOL_TCP)
+COOKIE_NONE: Final = 0
 # The same questions come again and again; a policy judges each once. About 250 KB where every one is new.
-VERDICTS_MAX = 2_048
+VERDICTS_MAX: Final = 2_048
 
 
 class Block(NamedTuple):
@@ -285,7 +285,7 @@ def compile_policies(
     )
 
 
-_PORTS_OF_DNS = tuple(Ports(protocol, PORT_DNS, PORT_DNS) for protocol in PROTOCOLS_OF_DNS)
+_PORTS_OF_DNS: Final = tuple(Ports(protocol, PORT_DNS, PORT_DNS) for protocol in PROTOCOLS_OF_DNS)
 
 
 def _of_policy(rule: Rule, policy: Policy) -> Rule:

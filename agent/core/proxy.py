@@ -16,7 +16,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import Final
 
 from agent.core.aliases import Aliases
 from agent.core.barrier import Barrier
@@ -66,14 +66,14 @@ from agent.dns.wire import (
 
 # A stub resolver gives up after 5 s. An answer before 4 s, whatever happened, keeps it from asking the next server in vain;
 # what is left to the 4 s is for a busy loop and the way to the client.
-QUESTION_S_MAX = 3.8
-DEADLINES_SLACK = 4_096
+QUESTION_S_MAX: Final = 3.8
+DEADLINES_SLACK: Final = 4_096
 # Names that are asked all the time, of all endpoints: some hundred octets each, and a list for the addresses.
-TOLD_MAX = 8_192
-_NO_LOOKS: frozenset[tuple[int, Address]] = frozenset()
-_ZONE_TRANSFERS = frozenset((TYPE_AXFR, TYPE_IXFR))
+TOLD_MAX: Final = 8_192
+_NO_LOOKS: Final[frozenset[tuple[int, Address]]] = frozenset()
+_ZONE_TRANSFERS: Final = frozenset((TYPE_AXFR, TYPE_IXFR))
 # With two upstreams a silent first one leaves the second time enough; with one the whole budget is its own.
-TRY_S_MAX = 1.5
+TRY_S_MAX: Final = 1.5
 
 
 class Transaction:
@@ -120,12 +120,15 @@ class Transaction:
         self.looks = _NO_LOOKS
 
 
-class _Told(NamedTuple):
+class _Told:
     """What an endpoint was told of a name last. until: then it is noted again (history.py)."""
 
-    lesson: Lesson
-    compiled: CompiledPolicy
-    until: float
+    __slots__ = ("compiled", "lesson", "until")
+
+    def __init__(self, lesson: Lesson, compiled: CompiledPolicy, until: float) -> None:
+        self.lesson = lesson
+        self.compiled = compiled
+        self.until = until
 
 
 class Proxy:
@@ -292,22 +295,21 @@ class Proxy:
             return
         question = transaction.question
         answer = read_reply(reply.message, question)
-        if answer.status is Status.MISMATCH:
+        is_ok = answer.status is Status.OK
+        if not is_ok and answer.status is Status.MISMATCH:
             self._count("replies mismatched")
             return
         if self.health.silences and transaction.upstream is not None:
             self.health.answered(transaction.upstream)
-        if answer.status in (Status.MALFORMED, Status.LOOP):
+        if not is_ok and answer.status is not Status.TRUNCATED:
             self._count(f"replies {answer.status.value}")
             self._try_next(transaction, f"upstream sent a {answer.status.value} reply", now)
             return
-        if answer.rcode in (Rcode.SERVFAIL, Rcode.REFUSED) and transaction.tries:
+        if transaction.tries and answer.rcode in (Rcode.SERVFAIL, Rcode.REFUSED):
             transaction.last_reply = reply.message
             self._try_next(transaction, "", now)
             return
-        message = reply.message
-        if answer.status is Status.TRUNCATED:
-            message = messages.truncated(message, question)
+        message = reply.message if is_ok else messages.truncated(reply.message, question)
         transaction.received, transaction.taught, transaction.replied_at = message, answer.addresses, now
         transaction.chain, transaction.is_all = answer.chain, answer.is_all
         self._hold(transaction, now)
@@ -413,13 +415,16 @@ class Proxy:
         self, transaction: Transaction, compiled: CompiledPolicy, learned: list[tuple[int, Learned]], now: float
     ) -> None:
         """The reply goes as it came, and nothing was new by it."""
-        if transaction.addresses is not transaction.taught or len(learned) > 1 or learned[0][1].added:
+        if transaction.addresses is not transaction.taught or len(learned) > 1:
+            return
+        scope, of_scope = learned[0]
+        if of_scope.added:
             return
         if len(transaction.received) > REMEMBERED_OCTETS_MAX:
             return  # it would not be known again
         if self.settings.follow_cnames or self._known_bad:
             return
-        lesson = self._names.lesson(transaction.name, transaction.taught, learned[0][0])
+        lesson = self._names.lesson(transaction.name, transaction.taught, scope, of_scope)
         if lesson is not None:
             if len(self._told) >= TOLD_MAX:
                 self._told.clear()
@@ -492,11 +497,11 @@ class Proxy:
         question = transaction.question
         if compiled.audit:
             return True
-        selectors, forbids = self._names.selectors_of(transaction.name), self._names.guard.forbids
+        selectors, guard = self._names.selectors_of(transaction.name), self._names.guard
         allowed = [prefix for s in selectors if s.peer.allowed and s.label in compiled.fqdn_labels for prefix in s.peer.allowed]
-        if transaction.is_all and not any(forbids(address, allowed) for address, _ in transaction.taught):
+        if transaction.is_all and not guard.forbids_any(transaction.taught, allowed):
             return True
-        kinds = guarded_addresses(transaction.received, lambda address: forbids(address, allowed))
+        kinds = guarded_addresses(transaction.received, lambda address: guard.forbids(address, allowed))
         if not kinds:
             return True
         self._count("replies with guarded addresses")
@@ -569,7 +574,7 @@ class Proxy:
         for pair in pairs:
             if pair in self._bringers:
                 self._bringers[pair].add(transaction.number)
-        transaction.pairs = tuple(dict.fromkeys((*transaction.pairs, *pairs)))
+        transaction.pairs = tuple(dict.fromkeys((*transaction.pairs, *pairs)) if transaction.pairs else pairs)
 
     def _let_go(self, transaction: Transaction, *, is_released: bool = False, has_room: bool = True) -> None:
         """The reply is held no longer.

@@ -9,6 +9,7 @@ something (a flip, an attachment) waits by a barrier.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from agent.core.barrier import Barriers
 from agent.core.known_bad import KnownBad
@@ -16,9 +17,9 @@ from agent.core.tables import NO_ROOM, IpcacheTable, KernelTable, PolicyTable, R
 from agent.core.types import EndpointValue, Key, PolicyKey, Table, Value, Write
 
 # A row that fails for so long is called impossible to whoever waits for it; it stays wanted, and is tried on.
-HOPELESS_AFTER_S = 2.0
+HOPELESS_AFTER_S: Final = 2.0
 # About 2 ms of map writes (4 us each): between two batches the shell looks at its sockets.
-BATCH_ROWS_MAX = 512
+BATCH_ROWS_MAX: Final = 512
 
 
 class Reconciler:

@@ -13,28 +13,34 @@ from __future__ import annotations
 import errno
 import heapq
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from agent.core.types import IpcacheKey, Key, PolicyKey, Table, Value, Write
 
 # A failed write is tried again after 20 ms, then twice as late each time: the reply that waits for it (1 s) sees five retries.
-RETRY_FIRST_S = 0.02
-RETRY_LAST_S = 1.0
+RETRY_FIRST_S: Final = 0.02
+RETRY_LAST_S: Final = 1.0
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.E2BIG})
-
-
-class Row(NamedTuple):
-    value: Value
-    revision: int
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.E2BIG})
 
 
-class RowReference(NamedTuple):
+class Row:
+    __slots__ = ("revision", "value")
+
+    def __init__(self, value: Value, revision: int) -> None:
+        self.value = value
+        self.revision = revision
+
+
+class RowReference:
     """A row as it stood when somebody began to wait for it."""
 
-    table: Table
-    key: Key
-    revision: int
+    __slots__ = ("key", "revision", "table")
+
+    def __init__(self, table: Table, key: Key, revision: int) -> None:
+        self.table = table
+        self.key = key
+        self.revision = revision
 
 
 class Failure(NamedTuple):
@@ -110,7 +116,7 @@ class KernelTable:
             yield 1
 
     def lost(self, key: Key) -> None:
-        """The kernel was read, and does not hold the row as it was written: somebody else had a hand in it. It is written anew."""
+        """The kernel was read and does not hold the row as it was written, by somebody else's hand: it is written anew."""
         before = self.realized.get(key)
         if before is None or key in self.in_flight:
             return

@@ -9,35 +9,36 @@ from __future__ import annotations
 import enum
 import ipaddress
 import socket
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 Address = bytes
 Label = str
 LabelSet = frozenset[Label]
 
 # Reserved identities (numbers as in Cilium, so that people who know one can read the other).
-IDENTITY_ANY = 0
-IDENTITY_HOST = 1
-IDENTITY_WORLD = 2
-IDENTITY_LOCAL_FIRST = 1 << 24
+IDENTITY_ANY: Final = 0
+IDENTITY_HOST: Final = 1
+IDENTITY_WORLD: Final = 2
+IDENTITY_LOCAL_FIRST: Final = 1 << 24
 
-LABEL_WORLD = "reserved:world"
-LABEL_HOST = "reserved:host"
+LABEL_WORLD: Final = "reserved:world"
+LABEL_HOST: Final = "reserved:host"
 
 # Scopes of ipcache rows. An isolated endpoint's own scope is SCOPE_OWN_FIRST + its id.
-SCOPE_STATIC = 0
-SCOPE_SHARED = 1
-SCOPE_OWN_FIRST = 2
+SCOPE_STATIC: Final = 0
+SCOPE_SHARED: Final = 1
+SCOPE_OWN_FIRST: Final = 2
 
-PROTOCOL_ICMP = socket.IPPROTO_ICMP
-PROTOCOL_TCP = socket.IPPROTO_TCP
-PROTOCOL_UDP = socket.IPPROTO_UDP
-PROTOCOL_ICMPV6 = socket.IPPROTO_ICMPV6
-PROTOCOL_SCTP = 132
-PROTOCOLS_WITH_PORTS = (PROTOCOL_TCP, PROTOCOL_UDP, PROTOCOL_SCTP)
-PORT_DNS = 53
+# IANA's numbers. Plain ones: to compare with a member of socket's enumerations takes several times as long.
+PROTOCOL_ICMP: Final = 1
+PROTOCOL_TCP: Final = 6
+PROTOCOL_UDP: Final = 17
+PROTOCOL_ICMPV6: Final = 58
+PROTOCOL_SCTP: Final = 132
+PROTOCOLS_WITH_PORTS: Final = (PROTOCOL_TCP, PROTOCOL_UDP, PROTOCOL_SCTP)
+PORT_DNS: Final = 53
 
-PROTOCOL_NAMES = {
+PROTOCOL_NAMES: Final = {
     PROTOCOL_ICMP: "icmp",
     PROTOCOL_TCP: "tcp",
     PROTOCOL_UDP: "udp",
@@ -77,7 +78,7 @@ class Orientation(enum.IntEnum):
     UPLINK = 1  # the host's own interface: the endpoint's packets leave at egress
 
 
-_V4_MAPPED = bytes(10) + b"\xff\xff"
+_V4_MAPPED: Final = bytes(10) + b"\xff\xff"
 
 
 def packed(text: str) -> Address:
@@ -138,9 +139,14 @@ class Prefix(NamedTuple):
 
     def contains(self, other: Prefix) -> bool:
         """Is every address of `other` one of mine? A prefix contains itself."""
-        if len(self.address) != len(other.address) or self.length > other.length:
+        return self.length <= other.length and self.holds(other.address)
+
+    def holds(self, address: Address) -> bool:
+        """Is the address one of mine?"""
+        if len(address) != len(self.address):
             return False
-        return Prefix.masked(other.address, self.length).address == self.address
+        others = len(address) * 8 - self.length
+        return int.from_bytes(address, "big") >> others == int.from_bytes(self.address, "big") >> others
 
     def __str__(self) -> str:
         return f"{text_of(self.address)}/{self.length}"
@@ -159,6 +165,12 @@ class Table(enum.StrEnum):
 class IpcacheKey(NamedTuple):
     scope: int
     prefix: Prefix
+
+
+def address_key(scope: int, address: Address) -> IpcacheKey:
+    """The row of one address."""
+    # A named tuple is made of a tuple: its own constructor takes three times as long, and a new address needs several of these.
+    return tuple.__new__(IpcacheKey, (scope, tuple.__new__(Prefix, (address, len(address) * 8))))
 
 
 class PolicyKey(NamedTuple):

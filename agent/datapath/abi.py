@@ -291,6 +291,8 @@ def pack_key(table: Table, key: Key) -> bytes:
 def pack_value(write: Write) -> bytes:
     """Of a write that puts a value."""
     match write.value:
+        case int() if write.table is Table.IPCACHE:  # one for each address that is new
+            return U32.pack(write.value)
         case PolicyValue(verdict, cookie):
             return POLICY_VALUE.pack(verdict, significant_bits(cast(PolicyKey, write.key)), b"", cookie)
         case GroupValue(number, egress, ingress, audit):

@@ -21,7 +21,6 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
-from itertools import accumulate
 from struct import Struct
 from typing import Final
 
@@ -138,10 +137,10 @@ class Sender:
         """At most a batch; gives back (place, errno) of each that could not be sent."""
         joined = b"".join(messages)
         self._messages.octets[: len(joined)] = joined
-        lengths = [len(message) for message in messages]
-        start, at = self._messages.address, self._iovecs_at
-        for end, length in zip(accumulate(lengths), lengths, strict=True):
-            IOVEC.pack_into(self._headers.octets, at, start + end - length, length)
+        headers, start, at = self._headers.octets, self._messages.address, self._iovecs_at
+        for message in messages:
+            IOVEC.pack_into(headers, at, start, len(message))
+            start += len(message)
             at += IOVEC_OCTETS
         return send(descriptor, self._headers.address, len(messages))
 

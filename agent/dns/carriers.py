@@ -20,24 +20,25 @@ import errno
 import os
 import random
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, fields
 from struct import Struct
-from typing import Protocol
+from typing import Final
 
 from agent.core.events import AskUpstream
 from agent.core.types import Address
 from agent.dns.batches import Receiver, Sender
 
-MESSAGE_OCTETS_MAX = 65535
+MESSAGE_OCTETS_MAX: Final = 65535
 # A resolver that takes nothing for this many octets (hundreds of questions) is not going to answer in time either.
-UNSENT_OCTETS_MAX = 64 << 10
+UNSENT_OCTETS_MAX: Final = 64 << 10
 
-_LENGTH = Struct("!H")
+_LENGTH: Final = Struct("!H")
 # What an ICMP error says about an earlier datagram is told by the next call on the socket (udp(7)).
-_TOLD_LATE = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
-_FLAG_QR = 0x80
-_ONE = b"\x00\x01"
+_TOLD_LATE: Final = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
+_FLAG_QR: Final = 0x80
+_ONE: Final = b"\x00\x01"
 
 
 @dataclass(slots=True)
@@ -66,22 +67,28 @@ class Asked:
         self.is_retry = is_retry
 
 
-class Ledger(Protocol):
+class Ledger(ABC):
     """Who is told: the upstreams."""
 
-    counters: Counters
-    mixes_case: bool
+    def __init__(self, *, mixes_case: bool) -> None:
+        self.counters = Counters()
+        self.mixes_case = mixes_case
 
+    @abstractmethod
     def answered(self, asked: Asked, message: bytes) -> None: ...
 
+    @abstractmethod
     def failed(self, asked: Asked, why: str) -> None: ...
 
+    @abstractmethod
     def unsent(self, effect: AskUpstream, why: str) -> None:
         """The kernel would not send it."""
 
+    @abstractmethod
     def lost(self, asked: Asked, why: str) -> None:
         """The connection ended under the question; it had carried others, so a new one may do."""
 
+    @abstractmethod
     def ended(self, carrier: Carrier) -> None: ...
 
 

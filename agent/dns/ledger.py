@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from agent.core.types import Address
 from agent.dns.batches import (
@@ -63,16 +62,21 @@ _NO_SCOPE: Final = bytes(4)
 assert _SLOT_V4.size == _SLOT_V6.size == SLOT_OCTETS
 
 
-class Noted(NamedTuple):
+class Noted:
     """A question as it was read, and so who asked. scope: of a link-local client, as the kernel has it."""
 
-    slot: int
-    client: Address
-    client_port: int
-    scope: bytes
-    server: Address
-    port: int
-    message: bytes
+    __slots__ = ("client", "client_port", "message", "port", "scope", "server", "slot")
+
+    def __init__(
+        self, slot: int, client: Address, client_port: int, scope: bytes, server: Address, port: int, message: bytes
+    ) -> None:
+        self.slot = slot
+        self.client = client
+        self.client_port = client_port
+        self.scope = scope
+        self.server = server
+        self.port = port
+        self.message = message
 
 
 class Ledger:
@@ -134,7 +138,7 @@ class Ledger:
             self._next[family] = first + count
         else:
             self._next.pop(family, None)
-        return list(self._read(family, first, count))
+        return self._read(family, first, count)
 
     def _begin_page(self, family: int) -> int:
         """The first slot of the page that is next; nobody knows any more what was in it."""
@@ -148,14 +152,16 @@ class Ledger:
         self._memory.octets[_HEADERS_AT + at : _HEADERS_AT + at + _PAGE_OCTETS] = self._blank[family][at : at + _PAGE_OCTETS]
         return page * BATCH
 
-    def _read(self, family: int, first: int, count: int) -> Iterator[Noted]:
+    def _read(self, family: int, first: int, count: int) -> list[Noted]:
+        read: list[Noted] = []
         octets = self._memory.octets
         headers_at, slots_at = _HEADERS_AT + first * HEADER_OCTETS, _SLOTS_AT + first * SLOT_OCTETS
-        sizes = _SIZES.iter_unpack(octets[headers_at : headers_at + count * HEADER_OCTETS])
         layout = _SLOT_V4 if family == socket.AF_INET else _SLOT_V6
-        slots = layout.iter_unpack(octets[slots_at : slots_at + count * SLOT_OCTETS])
         control_seen = _CONTROL_SEEN[family]
-        for slot, ((control, length), fields) in enumerate(zip(sizes, slots, strict=True), first):
+        for slot in range(first, first + count):
+            control, length = _SIZES.unpack_from(octets, headers_at)
+            fields = layout.unpack_from(octets, slots_at)
+            headers_at, slots_at = headers_at + HEADER_OCTETS, slots_at + SLOT_OCTETS
             message = fields[-1][:length]
             if length > MESSAGE_OCTETS_NOTED:
                 tail = slot % BATCH * DATAGRAM_OCTETS_MAX
@@ -169,7 +175,8 @@ class Ledger:
                 client_port, client, scope, port, server, _ = fields
                 noted = Noted(slot, client, client_port, scope, server, port, message)
             self._noted[slot] = noted
-            yield noted
+            read.append(noted)
+        return read
 
     # --- answering ---------------------------------------------------------------------------------------------------
 

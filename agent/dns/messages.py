@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from struct import Struct
+from typing import Final
 
 from agent.core.types import PROTOCOL_UDP
 from agent.dns.wire import (
@@ -35,16 +36,16 @@ from agent.dns.wire import (
 )
 
 # What we say we can take over UDP: fits one packet of the smallest IPv6 path (the value of DNS flag day 2020).
-UDP_SIZE = 1232
+UDP_SIZE: Final = 1232
 # Without EDNS, and as the least any EDNS size means (RFC 1035 4.2.1, RFC 6891 6.2.3).
-UDP_SIZE_MIN = 512
-OPTION_EXTENDED_ERROR = 15
+UDP_SIZE_MIN: Final = 512
+OPTION_EXTENDED_ERROR: Final = 15
 # With the longest name, a COOKIE of 40 octets and this text an answer of ours still has fewer than 512 octets.
-TEXT_OCTETS_MAX = 128
+TEXT_OCTETS_MAX: Final = 128
 
-_OPT = Struct("!BHHBBHH")  # root, type, size, upper bits of the result code, version, flags, length of the options
-_OPTION = Struct("!HH")
-_COPIED_FLAGS = FLAG_RD | FLAG_CD
+_OPT: Final = Struct("!BHHBBHH")  # root, type, size, upper bits of the result code, version, flags, length of the options
+_OPTION: Final = Struct("!HH")
+_COPIED_FLAGS: Final = FLAG_RD | FLAG_CD
 
 
 class ExtendedError(enum.IntEnum):

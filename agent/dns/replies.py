@@ -18,30 +18,37 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import Final
 
+from agent.core.types import PROTOCOL_UDP
 from agent.dns.batches import BATCH, DATAGRAM_OCTETS_MAX, HEADER, HEADER_OCTETS, Memory, send
 from agent.dns.ledger import Noted
 
 # From <linux/in.h>, <linux/in6.h> and <asm-generic/socket.h>; Python 3.11 does not name them.
-IP_PKTINFO = 8
-IP_TRANSPARENT = 19
-IPV6_TRANSPARENT = 75
-SO_SNDBUFFORCE = 32
+IP_PKTINFO: Final = 8
+IP_TRANSPARENT: Final = 19
+IPV6_TRANSPARENT: Final = 75
+SO_SNDBUFFORCE: Final = 32
 
 # The dummy address of RFC 7600 and one of the discard-only prefix of RFC 6666.
-NOBODY = {socket.AF_INET: "192.0.0.8", socket.AF_INET6: "100::1"}
+NOBODY: Final = {socket.AF_INET: "192.0.0.8", socket.AF_INET6: "100::1"}
 
 # One socket serves everybody: room for some hundred large replies that a slow device has not taken yet.
-SEND_BUFFER_OCTETS = 4 << 20
+SEND_BUFFER_OCTETS: Final = 4 << 20
 
-_UDP_HEADER = Struct("!4H")  # source port, destination port, length, checksum (RFC 768)
-_UDP_CHECKSUM_AT = 6
-_PSEUDO_HEADER = Struct("!4s4s2x2H")  # the protocol is in the first of the two numbers
+_UDP_HEADER: Final = Struct("!4H")  # source port, destination port, length, checksum (RFC 768)
+_UDP_CHECKSUM_AT: Final = 6
+# The pseudo header it is summed with: addresses, protocol, length; and two octets of nothing more, for it is 12 long.
+_SUMMED_V4: Final = Struct("!4s4s2x2H4H")
 
 # What the kernel is told of one datagram: an iovec, whom to send it to, and from where, as a control message with struct
 # in_pktinfo or in6_pktinfo. Of the address the port means nothing: it stands in the UDP header.
-_TOLD_V4 = Struct("=QQH2x4s8xQiii4s8x")
-_TOLD_V6 = Struct("=QQH2x4x16s4s4xQii16s4x4x")
+_TOLD_V4: Final = Struct("=QQH2x4s8x16s4x4s8x")
+_TOLD_V6: Final = Struct("=QQH2x4x16s4s4x16s16s4x4x")
 _TOLD_OCTETS: Final = 96
+_AF_INET: Final = int(socket.AF_INET)
+_AF_INET6: Final = int(socket.AF_INET6)
+_CONTROL: Final = Struct("=Qii")  # of a struct cmsghdr: its octets, its level, its type
+_CONTROL_V4: Final = _CONTROL.pack(socket.CMSG_LEN(12), socket.IPPROTO_IP, IP_PKTINFO)
+_CONTROL_V6: Final = _CONTROL.pack(socket.CMSG_LEN(20), socket.IPPROTO_IPV6, socket.IPV6_PKTINFO)
 _SENDER_AT: Final = 16
 
 
@@ -92,18 +99,16 @@ class ReplySockets:
     def _send_v4(self, batch: list[tuple[Noted, bytes]]) -> list[tuple[int, int]]:
         told, datagrams, start = self._told.octets, self._datagrams.octets, self._datagrams.address
         at = told_at = 0
-        for (_, client, client_port, _, server, port, _), message in batch:
+        for noted, message in batch:
             octets = _UDP_HEADER.size + len(message)
-            header = _UDP_HEADER.pack(port, client_port, octets, 0)
-            pseudo = _PSEUDO_HEADER.pack(server, client, socket.IPPROTO_UDP, octets)
-            checksum = checksum_of(b"".join((pseudo, header, message)))
+            summed = noted.server, noted.client, PROTOCOL_UDP, octets, noted.port, noted.client_port, octets, 0
+            checksum = checksum_of(_SUMMED_V4.pack(*summed) + message)
             end = at + octets
-            datagrams[at:end] = b"".join((header[:_UDP_CHECKSUM_AT], checksum.to_bytes(2, "big"), message))
+            datagrams[at:end] = _UDP_HEADER.pack(noted.port, noted.client_port, octets, checksum) + message
             _TOLD_V4.pack_into(
                 told,
                 told_at,
-                *(start + at, octets, socket.AF_INET, client),
-                *(socket.CMSG_LEN(12), socket.IPPROTO_IP, IP_PKTINFO, 0, server),
+                *(start + at, octets, _AF_INET, noted.client, _CONTROL_V4, noted.server),
             )
             at, told_at = end, told_at + _TOLD_OCTETS
         return send(self._v4.fileno(), self._headers_v4.address, len(batch))
@@ -111,16 +116,15 @@ class ReplySockets:
     def _send_v6(self, batch: list[tuple[Noted, bytes]]) -> list[tuple[int, int]]:
         told, datagrams, start = self._told.octets, self._datagrams.octets, self._datagrams.address
         at = told_at = 0
-        for (_, client, client_port, scope, server, port, _), message in batch:
+        for noted, message in batch:
             octets = _UDP_HEADER.size + len(message)
             end = at + octets
             # Here the kernel writes the checksum (RFC 3542 3.1).
-            datagrams[at:end] = _UDP_HEADER.pack(port, client_port, octets, 0) + message
+            datagrams[at:end] = _UDP_HEADER.pack(noted.port, noted.client_port, octets, 0) + message
             _TOLD_V6.pack_into(
                 told,
                 told_at,
-                *(start + at, octets, socket.AF_INET6, client, scope),
-                *(socket.CMSG_LEN(20), socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, server),
+                *(start + at, octets, _AF_INET6, noted.client, noted.scope, _CONTROL_V6, noted.server),
             )
             at, told_at = end, told_at + _TOLD_OCTETS
         return send(self._v6.fileno(), self._headers_v6.address, len(batch))

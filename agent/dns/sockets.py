@@ -21,7 +21,7 @@ import socket
 from collections.abc import Callable, Hashable, Sequence
 from struct import Struct
 
-from agent.core.events import AskerGone, Query
+from agent.core.events import AskerGone, Query, SendReply
 from agent.core.types import PROTOCOL_UDP, Address
 from agent.dns.batches import BATCH
 from agent.dns.bounds import Counters, Limits
@@ -133,15 +133,16 @@ class Listeners:
         if self._desk is not None:
             self._desk.queue.forget(client)
 
-    def send(self, replies: Sequence[tuple[Hashable, bytes]]) -> None:
+    def send(self, replies: Sequence[SendReply]) -> None:
         """Let replies go, each to its asker, once; who is gone by then is counted."""
         datagrams: list[tuple[Noted, bytes]] = []
-        for asker, message in replies:
+        for reply in replies:
+            asker = reply.asker
             if isinstance(asker, Noted):
-                datagrams.append((asker, message))
+                datagrams.append((asker, reply.message))
             else:
                 assert isinstance(asker, Turn), f"{asker!r} is no asker of these sockets"
-                asker.connection.answer(asker, message)
+                asker.connection.answer(asker, reply.message)
         if datagrams:
             # A full send buffer among other things: the client asks again, as for any datagram that is lost.
             self._counters.replies_unsent += self._replies.send(datagrams)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from agent.core.events import AskUpstream, Reply, UpstreamFailed
 from agent.core.types import PROTOCOL_TCP, Address
 from agent.dns.batches import BATCH, Receiver, Sender
-from agent.dns.carriers import Asked, Carrier, Counters, Port, Stream, sentence_of
+from agent.dns.carriers import Asked, Carrier, Ledger, Port, Stream, sentence_of
 
 PORTS_BITS = 8
 PORTS_MAX = 1 << PORTS_BITS
@@ -65,7 +65,7 @@ class Unpredictable(random.SystemRandom):
         return self._left.pop() >> (16 - k)
 
 
-class Upstreams:
+class Upstreams(Ledger):
     """Questions to upstreams and what came of them.
 
     mark: SO_MARK on everything sent, 0 for none. source: where ids and the choice of ports come from; unpredictable in
@@ -81,8 +81,7 @@ class Upstreams:
         *,
         mixes_case: bool = False,
     ) -> None:
-        self.counters = Counters()
-        self.mixes_case = mixes_case
+        super().__init__(mixes_case=mixes_case)
         self._loop = loop
         self._mark = mark
         self._on_events = on_events

@@ -12,14 +12,13 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
 
 from agent.control import ControlError
 from agent.control.lock import AgentLock
 from agent.control.server import listener_at, user_of
-from agent.core.events import AskerGone, Query
+from agent.core.events import AskerGone, Query, SendReply
 from agent.dns.bounds import Limits
 from agent.dns.messages import ExtendedError, refusal, servfail
 from agent.dns.sockets import Listeners, mark_of
@@ -172,14 +171,14 @@ class _Holder:
         self._listeners.start(self._loop, partial(self._fail, self._listeners), _ignore)
 
     def _fail(self, listeners: Listeners, queries: list[Query]) -> None:
-        replies: list[tuple[Hashable, bytes]] = []
+        replies: list[SendReply] = []
         for query in queries:
             try:
                 reply: bytes | None = servfail(read_question(query.message), ExtendedError.NOT_READY, "no agent is running")
             except WireError as error:
                 reply = refusal(query.message, error)
             if reply is not None:
-                replies.append((query.asker, reply))
+                replies.append(SendReply(query.asker, reply))
         self._answered += len(replies)
         listeners.send(replies)
 

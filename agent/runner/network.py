@@ -209,14 +209,14 @@ def obstacles(link: Link, uplinks: Sequence[str]) -> list[str]:
 
     Listing the chains takes no time where listing thousands of rules does, and most hosts have no chain that forwards.
     """
-    from agent.host.firewall import Firewall, Unreadable
-
     nft = libnftables()
     nft.set_json_output(True)
     code, said, _ = nft.cmd("list chains")
     legacy = any(path.exists() and path.read_text(encoding="ascii").strip() for path in _LEGACY_TABLES)
     if not code and not legacy and '"forward"' not in said and '"prerouting"' not in said:
         return []
+    from agent.host.firewall import Firewall, Unreadable
+
     try:
         found = Firewall.read().obstacles_behind(link.interface, uplinks[0] if len(uplinks) == 1 else "")
     except Unreadable:

@@ -6,6 +6,7 @@ from tests.bench.core import CORE
 from tests.bench.datapath import DATAPATH
 from tests.bench.harness import Bench
 from tests.bench.map_write import MAP_WRITE
+from tests.bench.run import RUN
 from tests.bench.wire import WIRE
 
-BENCHES: tuple[Bench, ...] = (WIRE, MAP_WRITE, CORE, DATAPATH)
+BENCHES: tuple[Bench, ...] = (WIRE, MAP_WRITE, CORE, DATAPATH, RUN)

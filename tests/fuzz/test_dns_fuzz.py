@@ -200,6 +200,7 @@ def test_a_difference_that_nobody_listed_is_a_finding(monkeypatch: pytest.Monkey
     judge = Judge()
     query = bytes.fromhex("123401000001000000000000") + b"\x03www\x07example\x00\x00\x01\x00\x01"
     question = wire.read_question(query)
-    monkeypatch.setattr(judge, "_question", lambda _: question._replace(qtype=2))
+    question.qtype = 2
+    monkeypatch.setattr(judge, "_question", lambda _: question)
     with pytest.raises(Disagreement, match="type and class"):
         judge.judge(Message(query, None, is_gated=False))

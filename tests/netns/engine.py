@@ -111,7 +111,9 @@ class Engine:
     # --- its API ---------------------------------------------------------------------------------------------------------
 
     def start_service(self) -> None:
-        """It listens when this returns."""
+        """It listens when this returns; one that runs is left alone."""
+        if self._service is not None:
+            return
         with self._log.open("a") as log:
             self._service = self.lab.start(
                 self.lab.host,

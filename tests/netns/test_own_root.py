@@ -32,13 +32,15 @@ from tests.netns.asking import ask, connect
 from tests.netns.attacks import ALLOWED, OFF_LINK, PORT, Attack, Frame, Place, attacks, damaged, escaped, mark_of, marks, packet
 from tests.netns.lab import HOST_UPLINK, INTERNET_UPLINK, NAME_SERVERS, Capture, Lab, fresh_address
 from tests.netns.running import RunningAgent
-from tests.netns.sending import Conversation, drop_counts, dropping, mac_of, seen, send_frames, send_from_internet
+from tests.netns.sending import Conversation, drop_counts, dropping, mac_of, reasons, seen, send_frames, send_from_internet
 from tests.packets import ACK, PUSH, SYN, TCP, UDP, frame, tcp, udp
 
 pytestmark = pytest.mark.root
 
 FRAMES = int(os.environ.get("OWN_ROOT_FRAMES", "10000"))
 SEED = int(os.environ.get("OWN_ROOT_SEED", "20"))
+
+RECORDS = {"a.test.": [f"A {ALLOWED[0]}", f"AAAA {ALLOWED[1]}"]}
 
 # Both directions are closed: a peer that may knock may be answered, which is no escape.
 HEAD = "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\nmetadata: {name: p}\nspec:\n  endpointSelector: {}\n"
@@ -48,6 +50,9 @@ STRICTER = POLICY + "  egressDeny: [{toCIDR: [198.18.0.0/15]}]\n"
 
 # No host carries these on, policed or not: what they are after is the host's end of the link. At it every one is dropped.
 LOCAL_KINDS = {"ARP", "ND", "VLAN", "type", "many"}
+
+# Beside the client's; of IPv6 on its own link.
+SECOND = ("192.0.2.201", "2001:db8:1:1::7")
 
 # The agent's default mark, that of its refusals, and every other way to set the same bits.
 MARKS = (0xA00, 0xB00, 0xF00, 0xFFFFFFFF)
@@ -136,15 +141,11 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    records = {"a.test.": [f"A {ALLOWED[0]}", f"AAAA {ALLOWED[1]}"]}
-    with Lab(2, records=records, ports=(PORT,)) as lab:
+    with Lab(2, records=RECORDS, ports=(PORT,)) as lab:
         # A device that writes no checksums has the kernel write them, as most network cards do by themselves.
         lab.run(lab.host, "ethtool", "-K", lab.uplink, "tx", "off")
         lab.run(lab.host, "ip", "-6", "route", "add", f"{OFF_LINK}/128", "via", INTERNET_UPLINK[1])
         lab.settle(lab.host, {f"ipv4/conf/{name}/accept_source_route": 1 for name in ("all", lab.client.endpoint)})
-        # What is answered to an address that is gone by then is over before the next test looks.
-        lab.settle(lab.internet, {"ipv4/tcp_synack_retries": 0})
-        lab.settle(lab.host, {f"ipv{version}/neigh/{lab.client.endpoint}/retrans_time_ms": 20 for version in (4, 6)})
         macs = mac_of(lab, lab.host, lab.client.endpoint) + mac_of(lab, lab.client.namespace, lab.client.device)
         place = Place(lab.client.addresses, lab.client.gateways, lab.clients[1].addresses, macs)
         yield Stage(lab, place, mac_of(lab, lab.host, lab.uplink), attacks(place))
@@ -275,7 +276,7 @@ def steps_of(lab: Lab) -> list[Step]:
         Step(
             next(numbers), "a bridge over it", f"ip link add br0 type bridge; {link} master br0; {on('br0')}", "ip link del br0"
         ),
-        Step(next(numbers), "a tunnel to a stranger", tunnel(fresh_address(4_000)), "ip link del vx0"),
+        Step(next(numbers), "a tunnel to a stranger", tunnel("198.51.100.99"), "ip link del vx0"),
         Step(next(numbers), "a tunnel to an allowed address", tunnel(ALLOWED[0]), "ip link del vx0"),
         Step(next(numbers), "in a namespace of its own", "true", is_nested=True),
         Step(next(numbers), "nothing", "true"),
@@ -287,7 +288,7 @@ def steps_of(lab: Lab) -> list[Step]:
         ("the upstream", NAME_SERVERS),
         ("the next router", INTERNET_UPLINK),
         ("a stranger", (fresh_address(5_000), fresh_address(5_000, 6))),
-        ("its own link", ("192.0.2.7", "2001:db8:1:1::7")),
+        ("somebody beside it", SECOND),
     ):
         adding = f"ip addr add {source[0]}/32 dev eth0; ip addr add {source[1]}/128 dev eth0 nodad"
         steps.append(Step(next(numbers), f"the address of {what}", adding, adding.replace("add ", "del "), source=source))
@@ -320,6 +321,8 @@ def agent(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     assert kept_back <= {"the address of its router", "the address of the uplink"}, "the host takes nothing as from itself"
     assert stage.escaped(captures.far) != []
     lab.run(lab.host, "ip", "neigh", "flush", "dev", lab.client.endpoint)
+    for address in SECOND:  # or servers would send to it for minutes, and the host would say to them that it is gone
+        lab.run(lab.internet, "ip", "route", "add", "blackhole", address)
     with RunningAgent(lab, POLICY, tmp_path_factory.mktemp("agent"), is_talkative=False) as agent:
         yield agent
 
@@ -440,44 +443,53 @@ def test_no_moment_of_a_restart_or_a_policy_change_lets_one_out(stage: Stage, ag
     assert_nothing_got_out(stage, captures)
 
 
-def test_no_answer_but_the_upstreams_teaches(stage: Stage, agent: RunningAgent) -> None:
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, RunningAgent]]:
+    """Where nothing else is on its way, so that every packet can be counted."""
+    with Lab(records=RECORDS, ports=(PORT,)) as lab, RunningAgent(lab, POLICY, tmp_path_factory.mktemp("quiet")) as agent:
+        yield lab, agent
+
+
+def test_no_answer_but_the_upstreams_teaches(quiet: tuple[Lab, RunningAgent]) -> None:
     """Not what a server at an allowed address says, from any port, to any port; not what is sent as if it were the upstream."""
-    lab, own = stage.lab, stage.lab.client.addresses[0]
+    lab, agent = quiet
+    own, taught = lab.client.addresses[0], "198.18.40.1"
     allow(lab)
     names = agent.status()["names"]
     reply = dns.message.make_response(dns.message.make_query("a.test.", "A"))
-    reply.answer.append(dns.rrset.from_text("a.test.", 60, "IN", "A", "198.18.40.1"))
+    reply.answer.append(dns.rrset.from_text("a.test.", 60, "IN", "A", taught))
     wire = reply.to_wire()
-    with capturing(lab, "answers") as captures:
-        with dropping(agent):  # the echo server sends it back
-            send_frames(lab, [packet(own, ALLOWED[0], UDP, udp(53, PORT, wire))])
+    with lab.capture(lab.internet, "eth0", f"udp and host {own}", name="answers") as far:
+        send_frames(lab, [packet(own, ALLOWED[0], UDP, udp(53, PORT, wire))])  # the echo server there sends it back
         with dropping(agent, policy=2):
             send_from_internet(lab, [frame(source, own, UDP, udp(53, 4100, wire)) for source in (ALLOWED[0], NAME_SERVERS[0])])
         with dropping(agent, source=2):
-            forged = [packet(NAME_SERVERS[0], to, UDP, udp(53, 40_000, wire)) for to in (HOST_UPLINK[0], own)]
-            send_frames(lab, forged)
+            send_frames(lab, [packet(NAME_SERVERS[0], to, UDP, udp(53, 40_000, wire)) for to in (HOST_UPLINK[0], own)])
         assert ask(lab, "a.test", server=ALLOWED[0]).addresses == (ALLOWED[0],), "the upstream's answer, whoever is asked"
         with dropping(agent, policy=1):
-            assert connect(lab, "198.18.40.1") == "connection refused"
-    assert [each.source_port for each in seen(captures.far, source=own) if each.protocol == UDP] == [53]
+            assert connect(lab, taught) == "connection refused"
+    assert [(each.source_port, each.destination_port) for each in seen(far, source=own)] == [(53, PORT)]
+    assert [each.payload for each in seen(far, source=ALLOWED[0])] == [wire, wire], "the echo, and the frame of ours"
     assert agent.status()["names"] == names
+    assert reasons(agent, taught) == [("policy", "not resolved through the proxy")]
 
 
-def test_no_peer_can_open_the_way_out(stage: Stage, agent: RunningAgent) -> None:
+def test_no_peer_can_open_the_way_out(quiet: tuple[Lab, RunningAgent]) -> None:
     """A denied peer and the client open one connection at once, both with raw sockets: neither hears of the other."""
-    lab, own, peer = stage.lab, stage.lab.client.addresses[0], "198.18.40.2"
-    with capturing(lab, "peer") as captures, dropping(agent, policy=5):
+    lab, agent = quiet
+    own, peer = lab.client.addresses[0], "198.18.40.2"
+    with lab.capture(lab.internet, "eth0", f"src {own}", name="peer") as far, dropping(agent, policy=5):
         send_frames(lab, [packet(own, peer, TCP, tcp(4200, PORT, SYN))])
         send_from_internet(lab, [frame(peer, own, TCP, tcp(PORT, 4200, flags)) for flags in (SYN, SYN | ACK)])
         answers = [tcp(4200, PORT, SYN | ACK), tcp(4200, PORT, ACK | PUSH, b"out")]
         send_frames(lab, [packet(own, peer, TCP, answer) for answer in answers])
-    assert seen(captures.far, source=own) == []
+    assert far.taken == 0
 
 
 def test_a_connection_is_no_way_back_to_an_address_whose_lifetime_is_over(tmp_path: Path) -> None:
     """The running one goes on; on its ports no other one is opened."""
     dns_settings = {"ttl-floor": "1s", "ttl-cap": "1s", "keep-while-flow-seen": "1s"}
-    with Lab(records={"a.test.": [f"A {ALLOWED[0]}"]}, ports=(PORT,)) as lab:
+    with Lab(records=RECORDS, ports=(PORT,)) as lab:
         own = lab.client.addresses[0]
         with RunningAgent(lab, "a.test:443/tcp\n", tmp_path / "agent", dns=dns_settings) as agent:
             assert ask(lab, "a.test").status == "NOERROR"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -194,6 +196,31 @@ def test_who_would_talk_for_the_command_is_out_of_reach(host: Host) -> None:
     finally:
         path.unlink(missing_ok=True)
         directory.rmdir()
+
+
+def test_a_firewall_that_forwards_nothing(host: Host) -> None:
+    """Refused, with the commands of its owner; after them it works, for runs of every number."""
+    host.look("nft", "add table ip shut; add chain ip shut forward { type filter hook forward priority 0; policy drop; }")
+    try:
+        reach = ["--allow", "a.test", "--", sys.executable, "-c", CONNECT, "a.test"]
+        refused = host.run(*reach)
+        assert refused.returncode == 125
+        for remedy in re.findall(r"drops it: (nft [^;\n]*)", refused.stderr):
+            host.look(*shlex.split(remedy.replace('"', "'\"'")))
+        assert json.loads(host.run(*reach).stdout)["a.test"][0] == "connected"
+    finally:
+        host.look("nft", "delete table ip shut")
+
+
+def test_a_network_that_the_host_uses_is_left_to_it(host: Host) -> None:
+    """Another one is taken then."""
+    host.look("ip", "route", "add", "10.213.77.0/24", "via", "203.0.113.2")
+    try:
+        said = host.run("--allow", "a.test", "--", sys.executable, "-c", CONNECT, "a.test")
+        assert json.loads(said.stdout)["a.test"][0] == "connected"
+        assert "10.213." not in host.run("--", "ip", "route").stdout
+    finally:
+        host.look("ip", "route", "del", "10.213.77.0/24")
 
 
 def test_who_daemonises_stays_inside_and_ends_with_the_command(host: Host, tmp_path: Path) -> None:

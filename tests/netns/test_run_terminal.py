@@ -88,7 +88,7 @@ def test_a_background_job_that_reads(terminal: Typed) -> None:
         terminal.expect(terminal.PROMPT)
         shown = ""
         while "Stopped" not in shown:
-            shown = terminal.say("jobs")
+            shown = terminal.say("jobs").splitlines()[-1]
         terminal.hand_over("fg")
         terminal.line("words")
         return shown + terminal.expect(terminal.PROMPT)

@@ -25,6 +25,7 @@ class Workload:
     labels: tuple[tuple[str, str], ...]
     addresses: tuple[Address, ...]
     isolated: bool = False
+    own: tuple[Policy, ...] | None = None  # policies that alone judge it
 
 
 def guards_nothing(address: Address, allowed: tuple[Prefix, ...]) -> bool:
@@ -53,9 +54,12 @@ class Situation:
         return names
 
     def rules(self, endpoint: Workload) -> Iterator[tuple[Policy, Rule]]:
-        for policy in self.policies:
-            if policy.selects(dict(endpoint.labels)):
-                yield from ((policy, rule) for rule in policy.rules)
+        yield from ((policy, rule) for policy in self.policies_of(endpoint) for rule in policy.rules)
+
+    def policies_of(self, endpoint: Workload) -> list[Policy]:
+        if endpoint.own is not None:
+            return list(endpoint.own)
+        return [policy for policy in self.policies if policy.selects(dict(endpoint.labels))]
 
     def scope_of(self, endpoint: Workload) -> int:
         """A DNS permission for servers named by network or label makes what is learned the endpoint's own."""
@@ -113,7 +117,7 @@ class Situation:
         return max(verdicts, default=None)
 
     def closes(self, endpoint: Workload, direction: Direction = Direction.EGRESS) -> bool:
-        selecting = [policy for policy in self.policies if policy.selects(dict(endpoint.labels))]
+        selecting = self.policies_of(endpoint)
         egress = direction is Direction.EGRESS
         return any(policy.default_deny_egress if egress else policy.default_deny_ingress for policy in selecting)
 

@@ -228,7 +228,9 @@ class Simulation:
     @property
     def workloads(self) -> dict[int, Workload]:
         return {
-            number: Workload(number, tuple(sorted(e.added.labels.items())), e.added.addresses, e.added.isolated)
+            number: Workload(
+                number, tuple(sorted(e.added.labels.items())), e.added.addresses, e.added.isolated, e.added.policies
+            )
             for number, e in self.engine.groups.endpoints.items()
         }
 
@@ -648,13 +650,13 @@ class Histories(RuleBasedStateMachine):
     def policies_change(self, policies: list[Policy]) -> None:
         self.sim.handle(PoliciesChanged(tuple(policies), "t"))
 
-    @rule(number=st.sampled_from((3, 4)))
-    def endpoint_comes(self, number: int) -> None:
+    @rule(number=st.sampled_from((3, 4)), own=st.none() | st.none() | st.lists(POLICIES, max_size=2).map(tuple))
+    def endpoint_comes(self, number: int, own: tuple[Policy, ...] | None = None) -> None:
         taken = self.world.engine.groups.endpoint_by_address
         if number not in self.endpoints_used and packed(ENDPOINTS[number]) not in taken:
             self.endpoints_used.add(number)
             self.sim.disturbed.add(packed(ENDPOINTS[number]))
-            self.world.add_endpoint(number, ENDPOINTS[number], isolated=number in ISOLATED)
+            self.world.add_endpoint(number, ENDPOINTS[number], isolated=number in ISOLATED, own=own)
             self.sim.judge()
 
     @rule(number=st.sampled_from((2, 3)))

@@ -334,10 +334,20 @@ class World:
             *[SourceReported(source) for source in sorted(SOURCES)],
         ]
 
-    def add_endpoint(self, number: int, address: str, *, audit: bool = False, isolated: bool = False) -> None:
-        labels = {"app": f"e{number}"}
+    def add_endpoint(
+        self,
+        number: int,
+        address: str,
+        *,
+        audit: bool = False,
+        isolated: bool = False,
+        own: tuple[Policy, ...] | None = None,
+    ) -> None:
+        labels, addresses = {"app": f"e{number}"}, (packed(address),)
         self.handle(
-            EndpointAdded(number, f"veth{number}", 100 + number, labels, (packed(address),), audit=audit, isolated=isolated)
+            EndpointAdded(
+                number, f"veth{number}", 100 + number, labels, addresses, audit=audit, isolated=isolated, policies=own
+            )
         )
 
     def remove_endpoint(self, number: int) -> None:

@@ -163,3 +163,83 @@ def test_marks_of_iptables(rule: str, bits: int) -> None:
     """The same of what iptables-save prints."""
     marks = Firewall(tables={"iptables-nft-save": f"*mangle\n{rule}\nCOMMIT\n"}).marks()
     assert sum(marks.values()) == bits
+
+
+_TO_UPLINK = {"match": {"op": "==", "left": {"meta": {"key": "oifname"}}, "right": "eth0"}}
+_FROM_RUN = {"match": {"op": "==", "left": {"meta": {"key": "iifname"}}, "right": "ngrun*"}}
+_DOCKER = """*filter
+:FORWARD DROP [0:0]
+:DOCKER-USER - [0:0]
+-A FORWARD -j DOCKER-USER
+-A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+{}-A DOCKER-USER -j RETURN
+COMMIT
+"""
+_UFW = """*filter
+:FORWARD DROP [0:0]
+:ufw-before-forward - [0:0]
+:ufw-user-forward - [0:0]
+-A FORWARD -j ufw-before-forward
+-A ufw-before-forward -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+-A ufw-before-forward -j ufw-user-forward
+{}COMMIT
+"""
+
+
+def _behind(firewall: Firewall) -> list[str]:
+    return [obstacle.remedy for obstacle in firewall.obstacles_behind("ngrun0", "eth0")]
+
+
+@pytest.mark.parametrize(
+    ("firewall", "remedies"),
+    [
+        pytest.param(_firewall(hook="forward", policy="accept"), [], id="open"),
+        pytest.param(_firewall(hook="input"), [], id="another hook"),
+        pytest.param(
+            _firewall(hook="forward"),
+            [
+                'nft insert rule inet filter base iifname "ngrun0" accept',
+                'nft insert rule inet filter base oifname "ngrun0" ct state established,related accept',
+            ],
+            id="closed by its policy",
+        ),
+        pytest.param(
+            _firewall([_ESTABLISHED, _ACCEPT], hook="forward"),
+            ['nft insert rule inet filter base iifname "ngrun0" accept'],
+            id="replies pass",
+        ),
+        pytest.param(_firewall([_ESTABLISHED, _ACCEPT], [_FROM_RUN, _ACCEPT], hook="forward"), [], id="the remedy"),
+        pytest.param(_firewall([_ESTABLISHED, _ACCEPT], [_TO_UPLINK, _ACCEPT], hook="forward"), [], id="whatever leaves"),
+        pytest.param(_firewall([_port(443), _DROP], hook="forward", policy="accept"), [], id="a port that it may not be"),
+        pytest.param(_firewall([_REVERSE_PATH, _DROP], hook="prerouting", policy="accept"), [], id="reverse path"),
+        pytest.param(
+            Firewall(tables={"iptables-nft-save": _DOCKER.format("")}),
+            [
+                "iptables-nft -t filter -I DOCKER-USER -i ngrun0 -j ACCEPT",
+                "iptables-nft -t filter -I DOCKER-USER -o ngrun0 -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
+            ],
+            id="Docker",
+        ),
+        pytest.param(
+            Firewall(
+                tables={
+                    "iptables-nft-save": _DOCKER.format(
+                        "-A DOCKER-USER -o ngrun+ -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT\n"
+                        "-A DOCKER-USER -i ngrun+ -j ACCEPT\n"
+                    )
+                }
+            ),
+            [],
+            id="Docker, remedied",
+        ),
+        pytest.param(Firewall(tables={"iptables-nft-save": _UFW.format("")}), ["ufw route allow in on ngrun0"], id="ufw"),
+        pytest.param(
+            Firewall(tables={"iptables-nft-save": _UFW.format("-A ufw-user-forward -i ngrun+ -j ACCEPT\n")}),
+            [],
+            id="ufw, remedied",
+        ),
+    ],
+)
+def test_what_a_run_sends_on(firewall: Firewall, remedies: list[str]) -> None:
+    """Forwarded there and back: what certainly ends in a drop, and the command with which its owner lets it pass."""
+    assert _behind(firewall) == remedies

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.core.events import AskerGone, Query
+from agent.core.events import AskerGone, Query, SendReply
 from agent.core.types import PROTOCOL_TCP, PROTOCOL_UDP, packed
 from agent.dns import sockets as module
 from agent.dns.bounds import Limits
@@ -179,8 +179,9 @@ def test_a_datagram_is_answered_from_where_it_was_sent(net: Net, server: str, cl
 
     async def story(proxy: Proxy) -> None:
         asking, query = await proxy.ask(server, port, b"question")
-        assert query[1:] == (packed(client), packed(server), port, PROTOCOL_UDP, b"question")
-        proxy.listeners.send([(query.asker, b"reply")])
+        said = query.client, query.server, query.port, query.protocol, query.message
+        assert said == (packed(client), packed(server), port, PROTOCOL_UDP, b"question")
+        proxy.listeners.send([SendReply(query.asker, b"reply")])
         assert await received(asking) == b"reply"
         assert proxy.listeners.counters.replies_unsent == 0
 
@@ -197,10 +198,11 @@ def test_a_connection_is_accepted_in_the_servers_name(net: Net, server: str, cli
         await loop.sock_connect(asking, (server, 53))
         await loop.sock_sendall(asking, b"\x00\x08question")
         query = await proxy.queries.get()
-        assert query[1:] == (packed(client), packed(server), 53, PROTOCOL_TCP, b"question")
+        said = query.client, query.server, query.port, query.protocol, query.message
+        assert said == (packed(client), packed(server), 53, PROTOCOL_TCP, b"question")
         accepted = query.asker.connection._socket  # type: ignore[attr-defined]
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_MARK) == MARK
-        proxy.listeners.send([(query.asker, b"reply")])
+        proxy.listeners.send([SendReply(query.asker, b"reply")])
         assert await received(asking) == b"\x00\x05reply"
         asking.close()
 
@@ -254,7 +256,7 @@ def test_a_resolver_of_the_host_keeps_its_questions(net: Net, server: str) -> No
         beside.sendto(b"before", (server, 53))
         assert await received(resolver) == b"before"
         asking, query = await proxy.ask(server, 53, b"question")
-        proxy.listeners.send([(query.asker, b"reply")])
+        proxy.listeners.send([SendReply(query.asker, b"reply")])
         assert await received(asking) == b"reply"
         for message in (b"after", b"and again"):
             beside.sendto(message, (server, 53))
@@ -275,7 +277,7 @@ def test_no_address_and_no_port_of_the_host_is_occupied(net: Net, address: str) 
         async def both_answered() -> None:
             for asked in (HOST, FOREIGN):
                 asking, query = await proxy.ask(asked, 53, b"question")
-                proxy.listeners.send([(query.asker, b"reply")])
+                proxy.listeners.send([SendReply(query.asker, b"reply")])
                 assert await received(asking) == b"reply"
 
         await both_answered()
@@ -300,7 +302,7 @@ def test_the_checksum_is_right_on_the_wire(net: Net, server: str, address_octets
         with inside(net.client), socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ethertype)) as wire:
             wire.setblocking(False)
             _, query = await proxy.ask(server, 53, b"question")
-            proxy.listeners.send([(query.asker, reply)])
+            proxy.listeners.send([SendReply(query.asker, reply)])
             while packed(server) not in (packet := await received(wire))[: 8 + address_octets + 4]:
                 pass  # the question, and neighbours finding each other
         addresses = packet[8:40] if address_octets == 16 else packet[12:20]
@@ -326,7 +328,7 @@ def test_a_reply_the_kernel_refuses_is_counted(net: Net) -> None:
     async def story(proxy: Proxy) -> None:
         _, first = await proxy.ask(FOREIGN, 53, b"question")
         asking, second = await proxy.ask(FOREIGN, 53, b"question")
-        proxy.listeners.send([(first.asker, bytes(65535)), (second.asker, b"reply")])
+        proxy.listeners.send([SendReply(first.asker, bytes(65535)), SendReply(second.asker, b"reply")])
         assert await received(asking) == b"reply"
         assert proxy.listeners.counters.replies_unsent == 1
 
@@ -378,7 +380,7 @@ def test_a_large_reply_arrives_whole(net: Net) -> None:
         for server in (FOREIGN, FOREIGN6):
             asking, query = await proxy.ask(server, 53, b"question")
             reply = bytes(range(256)) * 32
-            proxy.listeners.send([(query.asker, reply)])
+            proxy.listeners.send([SendReply(query.asker, reply)])
             assert await received(asking) == reply
 
     run(net, story)

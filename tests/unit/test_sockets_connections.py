@@ -98,7 +98,8 @@ def test_a_message_octet_by_octet() -> None:
                 await writer.drain()
                 await asyncio.sleep(0)
             query = await opened.queries.get()
-            assert query[1:] == (packed("127.0.0.1"), packed("127.0.0.1"), opened.address[1], PROTOCOL_TCP, b"question")
+            said = query.client, query.server, query.port, query.protocol, query.message
+            assert said == (packed("127.0.0.1"), packed("127.0.0.1"), opened.address[1], PROTOCOL_TCP, b"question")
             answer(query, b"reply")
             assert await message_from(reader) == b"reply"
 

@@ -1,0 +1,112 @@
+"""What would be, were these policies in force: an engine of its own, and a kernel of dictionaries that says yes to every write.
+
+It is told of one endpoint, whose packet is asked about, of those whose labels the policies may select, and of the names that
+are known for one address: all that the verdict of that packet can depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, replace
+
+from agent.control import ControlError
+from agent.core.engine import SOURCES, Engine
+from agent.core.events import (
+    EndpointAdded,
+    Event,
+    HostAddresses,
+    PoliciesChanged,
+    RowsWritten,
+    Settled,
+    SourceReported,
+    Tick,
+    WriteRows,
+)
+from agent.core.identity import NoRoom
+from agent.core.rules import Endpoints, Policy
+from agent.core.settings import Settings
+from agent.core.types import Address, Key, Table, Value
+from agent.why.rows import Grounds, KeptRows
+
+_LEARNED_FOR_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """policies: those that judge the endpoint. others: endpoints besides, see `others_that_matter`. names: each with an address
+    that it was answered with."""
+
+    settings: Settings
+    added: EndpointAdded
+    others: tuple[EndpointAdded, ...]
+    host: frozenset[Address]
+    policies: tuple[Policy, ...]
+    names: frozenset[tuple[str, Address]]
+    now: float
+
+
+class _World:
+    def __init__(self, situation: Situation) -> None:
+        self.engine = Engine(situation.settings, situation.now)
+        self.rows: dict[Table, dict[Key, Value]] = {table: {} for table in Table}
+        self.settled: dict[object, str | None] = {}
+        self._now = situation.now
+
+    def handle(self, event: Event) -> None:
+        self.engine.handle(event, self._now)
+        while effects := self.engine.effects():
+            for effect in effects:
+                if isinstance(effect, Settled):
+                    self.settled[effect.ticket] = effect.error
+                elif isinstance(effect, WriteRows):
+                    for write in effect.writes:
+                        if write.value is None:
+                            self.rows[write.table].pop(write.key, None)
+                        else:
+                            self.rows[write.table][write.key] = write.value
+                    self.engine.handle(RowsWritten(tuple((write, 0) for write in effect.writes)), self._now)
+
+    def find(self, table: Table, key: Key) -> Value | None:
+        return self.rows[table].get(key)
+
+
+def suppose(situation: Situation) -> Generator[None, None, Grounds]:
+    """A slice of a millisecond or so at a time. Raises ControlError where the policies cannot be in force."""
+    world = _World(situation)
+    engine, added = world.engine, situation.added
+    world.handle(HostAddresses(situation.host))
+    world.handle(replace(added, policies=situation.policies))
+    for other in situation.others:
+        world.handle(replace(other, policies=()))
+        yield
+    world.handle(PoliciesChanged((), "supposed"))
+    for source in sorted(SOURCES):
+        world.handle(SourceReported(source))
+    while "supposed" not in world.settled:
+        yield
+        world.handle(Tick())
+    error = world.settled["supposed"]
+    if error is not None:
+        raise ControlError(f"these policies cannot be in force: {error}", 1)
+    scope = engine.groups.endpoints[added.endpoint].scope
+    for name, address in sorted(situation.names):
+        try:
+            engine.names.learn(name, [(address, _LEARNED_FOR_S)], scope, situation.now)
+        except NoRoom as problem:
+            raise ControlError(f"under these policies there is no room for {name}: {problem}", 1) from None
+        world.handle(Tick())
+        yield
+    while engine.sets.is_behind:
+        world.handle(Tick())
+        yield
+    return Grounds(engine, KeptRows(world.find))
+
+
+def others_that_matter(
+    endpoints: Iterable[EndpointAdded], added: EndpointAdded, policies: Iterable[Policy], remote: Address | None
+) -> tuple[EndpointAdded, ...]:
+    """All, where a rule selects by their labels; else whose address is asked about."""
+    peers = (peer for policy in policies for rule in policy.rules for peer in rule.peers or ())
+    is_everybody = any(isinstance(peer, Endpoints) for peer in peers)
+    others = (other for other in endpoints if other.endpoint != added.endpoint)
+    return tuple(other for other in others if is_everybody or remote in other.addresses)
