@@ -68,6 +68,7 @@ class Attaching:
         self._is_patient = True
         self._clock = clock
         self._idle = idle
+        self._idle_at: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._is_watching_containers = bool(containers or attachments.followed)
         self._containers = ContainerWatch(containers, self._report)
@@ -234,7 +235,9 @@ class Attaching:
             self._attachments.sysctls = {}
             self._attachments.save_or_say()
         if self._idle is not None:
-            self._loop.call_later(IDLE_S, self._end_if_idle)
+            if self._idle_at is not None:
+                self._idle_at.cancel()
+            self._idle_at = self._loop.call_later(IDLE_S, self._end_if_idle)
 
     def _end_if_idle(self) -> None:
         if self._idle is not None and not self._leased() | self._held():

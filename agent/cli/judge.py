@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,18 +13,29 @@ from agent.cli.change import configuration
 from agent.cli.environment import Sentence, Session, with_examples
 from agent.cli.show import encoded, output_option
 
+if TYPE_CHECKING:
+    from agent.core.rules import Policy
+
 
 @click.command(
     short_help="Are these policies good?",
-    epilog=with_examples("namegate check policies/*.yaml", "namegate check policies/ && sudo namegate apply"),
+    epilog=with_examples(
+        "namegate check policies/*.yaml",
+        "namegate check policies/ && sudo namegate apply",
+        "namegate check --against week.rec policies/",
+    ),
 )
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.option(
+    "--against", "records", multiple=True, type=click.Path(path_type=Path), metavar="RECORD",
+    help="Print what of a record would change. Several may be given.",
+)  # fmt: skip
 @click.pass_context
-def check(context: click.Context, files: tuple[Path, ...]) -> None:
+def check(context: click.Context, files: tuple[Path, ...], records: tuple[Path, ...]) -> None:
     """Are these policies good? Needs neither root nor an agent. Exit code 1: no, and every mistake has its line.
 
     FILE is a policy, or a directory of them. What the policies imply without saying it is printed too: which names may be
-    asked of DNS.
+    asked of DNS. With --against, exit code 1 says as well that something that passed would be denied.
     """
     from agent.config import POLICY_SUFFIXES, policy_files
     from agent.policy.check import check as judged
@@ -41,6 +54,25 @@ def check(context: click.Context, files: tuple[Path, ...]) -> None:
         context.exit(1)
     count = len(result.policies)
     click.echo(f"{count} {'policy' if count == 1 else 'policies'}, no mistake")
+    if records and not _hold_against(records, result.policies):
+        context.exit(1)
+
+
+def _hold_against(records: Sequence[Path], policies: Sequence[Policy]) -> bool:
+    """Would everything pass that did?"""
+    from agent.suggest.record import RecordError
+    from agent.suggest.replay import replay
+    from agent.suggest.traffic import read_traffic
+
+    try:
+        replayed = replay(read_traffic(records), policies)
+    except RecordError as error:
+        raise Sentence(str(error)) from None
+    for change in replayed.changes:
+        click.echo(str(change))
+    denied = len(replayed.breaks)
+    click.echo(f"{denied} now denied, {len(replayed.changes) - denied} now allowed, {replayed.unchanged} as recorded")
+    return not denied
 
 
 @click.command(

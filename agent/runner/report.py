@@ -16,6 +16,9 @@ from agent.cli.rows import cell_as_text
 
 Row = Mapping[str, Any]
 
+# A screen's worth: whoever comes back to his prompt wants to see the end of what COMMAND said as well.
+_AT_THE_END_MAX = 15
+
 _VERDICTS = {"denied": "denied", "audited": "would be denied", "failed": "not answered"}
 
 
@@ -27,6 +30,7 @@ class Report:
         self._wants_summary = wants_summary
         self._is_live = not os.isatty(2)
         self._later: list[str] = []
+        self._denied: dict[str, None] = {}  # each once, however often it was told
         self._is_started = False
 
     def start(self) -> None:
@@ -43,15 +47,19 @@ class Report:
         if self._is_live:
             _write([line_of(fact)])
         elif fact["kind"] != "lost":
-            self._later.append(line_of(fact))
+            self._denied[line_of({**fact, "allow": None})] = None
 
     def finish(self, summary: Row | None) -> None:
         """After the end of COMMAND, with the terminal ours again."""
         if summary is not None and self._wants_summary:
-            self._later += summary_lines(summary)
-        elif not self._is_live and summary is not None and summary["allow"]:
-            self._later.append(f"to allow it: {allowing(summary['allow'])}")
-        _write(self._later)
+            _write([*self._later, *summary_lines(summary)])
+            return
+        lines = [*self._later, *list(self._denied)[:_AT_THE_END_MAX]]
+        if len(self._denied) > _AT_THE_END_MAX:
+            lines.append(f"and {len(self._denied) - _AT_THE_END_MAX} more: --summary says them all")
+        elif self._denied and summary is not None and summary["allow"]:
+            lines.append(f"to allow it: {allowing(summary['allow'])}")
+        _write(lines)
 
 
 def line_of(fact: Row) -> str:

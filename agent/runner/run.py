@@ -214,6 +214,10 @@ def _let_go() -> None:
     for fd in (0, 1):
         os.dup2(nowhere, fd)
     os.close(nowhere)
+    for fd in map(int, os.listdir("/proc/self/fd")):  # the caller's are those that a program would inherit
+        with contextlib.suppress(OSError):
+            if fd > 2 and os.get_inheritable(fd):
+                os.close(fd)
 
 
 def _end_like(status: int) -> int:

@@ -31,8 +31,8 @@ Opening = tuple[str, int]  # protocol by name, and port; of ICMP the type
 
 @dataclass(slots=True)
 class Entry:
-    """target: a name without its final dot, a pattern, or an address. openings: none for what was only asked. names: how many it
-    stands for."""
+    """target: a name without its final dot, a pattern, or an address. openings: none for what was only asked. names: how many
+    it stands for."""
 
     target: str
     is_name: bool

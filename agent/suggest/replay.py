@@ -36,8 +36,13 @@ class Change(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Then, at least once."""
+        """Then, at least once. What audit let pass did."""
         return bool(self.seen.times[Was.ALLOWED] or self.seen.times[Was.AUDITED])
+
+    def __str__(self) -> str:
+        was = ", ".join(f"{times} x {was}" for was, times in sorted(self.seen.times.items()))
+        rule = "" if self.rule == "no rule" else f" by {self.rule}"
+        return f"now {'allowed' if self.is_allowed else 'denied'}{rule}: {self.what} of {self.party} (was {was})"
 
 
 class Replay(NamedTuple):

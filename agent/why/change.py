@@ -70,11 +70,8 @@ class _Try:
     lines: list[str] = field(default_factory=list)
 
 
-def change(
-    situation: Situation, asked: Asked, names: Iterable[str], gone: frozenset[str]
-) -> Generator[None, None, Change | None]:
-    """None where no change of policies does it. names: of the address, the one to be named first; gone: those of them whose
-    lifetime is over."""
+def change(situation: Situation, asked: Asked, names: Iterable[str]) -> Generator[None, None, Change | None]:
+    """None where no change of policies does it. names: seen on the address, the one to be named first."""
     grounds = yield from suppose(situation)
     judgement = judge(grounds.rows, situation.added, asked, situation.now).judgement
     if judgement.reason not in OF_POLICIES:
@@ -91,19 +88,14 @@ def change(
         return Change(tuple(attempt.lines))
     if judgement.reason is not Reason.DROP_POLICY:
         return None
-    for target in (*(names if asked.direction is Direction.EGRESS else ()), None):
-        policy = _document(situation.added, asked, target, is_denial=False)
-        supposed = replace(situation, policies=(*attempt.policies, *_read(policy)))
-        if target is not None:
-            supposed = replace(supposed, names=supposed.names | {(target, asked.remote)})
-        grounds = yield from suppose(supposed)
-        if not judge(grounds.rows, situation.added, asked, situation.now).judgement.reason.is_drop:
-            return Change(
-                tuple(attempt.lines),
-                entry_of(asked, target),
-                policy,
-                name=target if target in gone else None,
-            )
+    for name in (*(names if asked.direction is Direction.EGRESS else ()), None):
+        policy = _document(situation.added, asked, name, is_denial=False)
+        opened = replace(situation, policies=(*attempt.policies, *_read(policy)))
+        for question in (None, name) if name is not None else (None,):
+            answered = replace(opened, asked=(question, asked.remote) if question is not None else None)
+            grounds = yield from suppose(answered)
+            if not judge(grounds.rows, situation.added, asked, situation.now).judgement.reason.is_drop:
+                return Change(tuple(attempt.lines), entry_of(asked, name), policy, name=question)
     return None
 
 

@@ -189,7 +189,7 @@ class Explain:
             others_that_matter(others, added, given, remote),
             self._host(),
             given,
-            frozenset((pair.name, remote) for pair in pairs if pair.scope in scopes),
+            frozenset(pair for pair in pairs if pair.scope in scopes),
             self._clock(),
         )
 
@@ -209,10 +209,8 @@ class Explain:
             row = supposed_row((yield from suppose(situation)), added, asked, now)
         row["names"] = names
         row["flows"] = yield from self._flows(added, asked)
-        open_names = [str(each["name"]) for each in names if each["expires_in"] is not None]
-        gone = [str(each["name"]) for each in names if each["expires_in"] is None]
-        tried = [*open_names, *gone][:_NAMES_TRIED_MAX]
-        found = yield from change(situation, asked, tried, frozenset(gone))
+        in_order = sorted(names, key=lambda seen: seen["expires_in"] is None)  # those that are open first
+        found = yield from change(situation, asked, [str(seen["name"]) for seen in in_order][:_NAMES_TRIED_MAX])
         row["change"] = found.row() if found is not None else None
         return row
 
@@ -358,7 +356,7 @@ def offline(target: str, packet: str, direction: Direction, labels: Mapping[str,
 
     def steps() -> Steps[Row]:
         row = supposed_row((yield from suppose(situation)), added, asked, 0.0)
-        found = yield from change(situation, asked, (), frozenset())
+        found = yield from change(situation, asked, ())
         return row | {"names": [], "flows": [], "change": found.row() if found is not None else None, "is_offline": True}
 
     return at_once(steps())

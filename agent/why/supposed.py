@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 
 from agent.control import ControlError
+from agent.core.dns_cache import Pair
 from agent.core.engine import SOURCES, Engine
 from agent.core.events import (
     EndpointAdded,
@@ -25,7 +26,7 @@ from agent.core.events import (
 from agent.core.identity import NoRoom
 from agent.core.rules import Endpoints, Policy
 from agent.core.settings import Settings
-from agent.core.types import Address, Key, Table, Value
+from agent.core.types import SCOPE_SHARED, Address, Key, Table, Value
 from agent.why.rows import Grounds, KeptRows
 
 _LEARNED_FOR_S = 60
@@ -33,16 +34,18 @@ _LEARNED_FOR_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """policies: those that judge the endpoint. others: endpoints besides, see `others_that_matter`. names: each with an address
-    that it was answered with."""
+    """policies: those that judge the endpoint. others: endpoints besides, see `others_that_matter`. pairs: what is known of names.
+    asked: a name that is asked once the policies are in force, and the address it is answered with.
+    """
 
     settings: Settings
     added: EndpointAdded
     others: tuple[EndpointAdded, ...]
     host: frozenset[Address]
     policies: tuple[Policy, ...]
-    names: frozenset[tuple[str, Address]]
+    pairs: frozenset[Pair]
     now: float
+    asked: tuple[str, Address] | None = None
 
 
 class _World:
@@ -89,7 +92,9 @@ def suppose(situation: Situation) -> Generator[None, None, Grounds]:
     if error is not None:
         raise ControlError(f"these policies cannot be in force: {error}", 1)
     scope = engine.groups.endpoints[added.endpoint].scope
-    for name, address in sorted(situation.names):
+    # What was learned for everybody is there in a scope of the endpoint's own too, the other way round it is not.
+    known = [(name, address) for of, name, address in sorted(situation.pairs) if of in (scope, SCOPE_SHARED)]
+    for name, address in (*known, *([situation.asked] if situation.asked is not None else [])):
         try:
             engine.names.learn(name, [(address, _LEARNED_FOR_S)], scope, situation.now)
         except NoRoom as problem:

@@ -24,6 +24,7 @@ import pytest
 from tests.netns.lab import Lab
 from tests.netns.running import RunningAgent
 from tests.netns.runs import Host
+from tests.netns.runs import command as namegate_run
 
 pytestmark = [pytest.mark.root]
 
@@ -71,9 +72,15 @@ def host() -> Iterator[Host]:
             assert lasting.stdout.readline() == "started\n"
             yield host
         finally:
+            # The last run takes the agent with it, and all that was made or changed for both.
             lasting.kill()
             lasting.communicate()
             until(lambda: not left(host), GONE_S_MAX)
+            assert host.look("cat", "/proc/sys/net/ipv4/conf/up0/forwarding", "/proc/sys/net/ipv4/ip_forward") == "0\n0\n"
+            inode = Path(f"/run/netns/{lab.host}").stat().st_ino
+            assert not Path(f"/run/namegate-runs/{inode}").exists()
+            assert not Path(f"/sys/fs/bpf/namegate-runs-{inode}").exists()
+            assert "lookup 2005" not in host.look("ip", "rule")
 
 
 def until(is_so: Callable[[], bool], within_s: float = 10) -> None:
@@ -247,13 +254,19 @@ def test_an_audit_lets_pass_and_the_summary_says_what_it_was(host: Host) -> None
 
 def test_output_ends_when_the_command_ends_it(host: Host) -> None:
     """No process of ours keeps a pipe open that COMMAND has closed."""
-    run = host.start("--", "sh", "-c", "echo out; exec >&- 2>&-; exec sleep 300")
-    try:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "out\n"
-    finally:
-        run.kill()
-        run.communicate(timeout=10)
+    inherited, given = os.pipe()
+    with os.fdopen(inherited, "rb") as out:
+        command = host.inside(
+            *namegate_run("--", "sh", "-c", f"echo out; echo more >&{given}; exec >&- {given}>&-; exec sleep 300")
+        )
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[given], env=host.environment)
+        os.close(given)
+        try:
+            assert run.stdout is not None
+            assert (run.stdout.read(), out.read()) == (b"out\n", b"more\n")
+        finally:
+            run.kill()
+            run.communicate(timeout=10)
 
 
 def test_runs_side_by_side(host: Host) -> None:

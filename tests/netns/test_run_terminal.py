@@ -162,6 +162,7 @@ def test_a_full_screen_program(terminal: Typed) -> None:
     terminal.type("q")
     shown = terminal.expect(terminal.PROMPT)
     assert re.search(r"\x1b\[\?1049l.*namegate: denied: evil.test \(", shown, re.DOTALL)
+    assert shown.count("denied: evil.test (") == 1
     assert "namegate: to allow it: --allow evil.test" in shown
 
 

@@ -149,7 +149,8 @@ def test_the_change_turns_the_verdict_round() -> None:
         world.add_endpoint(1, "192.0.2.11")
         world.handle(EndpointAdded(1, "veth1", 101, {"app": "e1"}, (packed("192.0.2.11"), packed("2001:db8:1::11"))))
         for name, address in sorted(names):
-            world.engine.names.learn(name, [(packed(address), 60)], 1, world.now)
+            scope = world.engine.groups.endpoints[1].scope
+            world.engine.names.learn(name, [(packed(address), 60)], scope, world.now)
             world.engine.proxy.history.note(name, packed(address), 1, (name,), world.now + 60, world.now)
         world.handle(Tick())
         for address, packet, direction in packets:
@@ -173,6 +174,10 @@ def test_the_change_turns_the_verdict_round() -> None:
                     continue  # of a list that is not there
                 world.apply(*policies_with(entries, documents, **form))
                 world.advance(0.0)
+                if change["after_asking"] is not None:
+                    scope = world.engine.groups.endpoints[1].scope
+                    world.engine.names.learn(change["after_asking"], [(packed(address), 60)], scope, world.now)
+                    world.handle(Tick())
                 assert passes(world, *about) is not answer["allowed"], f"{form} does not turn {about} round"
                 world.apply(*policies_with(entries, documents))
                 world.advance(0.0)
