@@ -109,7 +109,9 @@ def _lost_means(wanted: Value, found: Value | None, listings: Listings) -> str:
             if wanted.verdict is Verdict.DENY:
                 return "what the rule denies passes, where another rule allows it" if verdict is None else "the denial is gone"
             if wanted.verdict is Verdict.REDIRECT:
-                return "questions are not handed to the agent: " + ("they pass it by" if verdict else "they are dropped")
+                return "questions are not handed to the agent: " + (
+                    "they pass it by" if verdict is Verdict.ALLOW else "they are dropped"
+                )
             return "what the rule allows is dropped" if verdict is not Verdict.REDIRECT else "it is taken for DNS"
         case GroupValue():
             return _group_means(wanted, found)

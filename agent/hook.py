@@ -43,8 +43,6 @@ def run(settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """settings: `control`, the agent's socket, and what `attach` takes besides interface and addresses. state: the container's,
     as the OCI runtime specification has it. Raises Unprotected.
     """
-    from pathlib import Path
-
     try:
         behind = behind_process(int(state["pid"]))
     except NotPoliced as error:

@@ -33,9 +33,7 @@ def read(paths: Sequence[str]) -> tuple[Policy, ...]:
 
 
 def explain_in(world: World, tables: WorldTables | None = None, drops: Sequence[dict[str, object]] = ()) -> Explain:
-    return Explain(
-        world.engine, tables or WorldTables(world), lambda: world.host, lambda: list(drops), read, lambda: world.now
-    )
+    return Explain(world.engine, tables or WorldTables(world), lambda: world.host, lambda: list(drops), read, lambda: world.now)
 
 
 def explained(world: World, target: str, packet: str | None = None, **arguments: object) -> dict[str, Any]:

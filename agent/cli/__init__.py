@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agent.cli import attach, change, explain, judge, monitor, run, show, suggest, verify
+from agent.cli import attach, change, explain, judge, monitor, run, show, suggest, top, verify
 from agent.cli.environment import DEFAULT_CONTROL, Environment, Refusal, Sentence, Session, with_examples
 from agent.control import ControlError
 
@@ -106,6 +106,7 @@ for _command in (
     *show.nouns(),
     explain.explain,
     monitor.monitor,
+    top.top,
     suggest.record,
     suggest.suggest,
     verify.verify,

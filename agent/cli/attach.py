@@ -39,9 +39,7 @@ class _Target(NamedTuple):
 
 def _targets(command: Any) -> Any:
     for option in (
-        click.option(
-            "--hook", is_flag=True, help="Each container that podman (or CRI-O) starts, before its first instruction."
-        ),
+        click.option("--hook", is_flag=True, help="Each container that podman starts, before its first instruction."),
         click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="The network namespace of a process."),
         click.option("--netns", metavar="NAME", help="A network namespace of `ip netns`."),
         click.option("--container", metavar="NAME", help="A container, and whichever has its name later."),
@@ -272,7 +270,7 @@ def _install(directory: Path, control: Path, said: Mapping[str, object], engine:
 
     if engine not in (None, "podman"):
         raise Refusal(
-            "hooks are podman's and CRI-O's: Docker reads no hooks.d; name its containers in the configuration (`containers:`) "
+            "hooks are podman's: Docker reads no hooks.d; name its containers in the configuration (`containers:`) "
             "or with --container, and they are policed a moment after their start"
         )
     settings = json.dumps({"control": str(control.absolute()), **said})

@@ -156,7 +156,8 @@ def holder(context: click.Context, detach: bool) -> None:
 @click.option("-c", "--config", "path", type=_file, metavar="FILE", help="The agent's configuration; else its defaults.")
 @click.pass_obj
 def cleanup(session: Session, path: Path | None) -> None:
-    """Take everything out of the kernel that a stopped agent left: programs, tables, device and rules.
+    """Take everything out of the kernel that a stopped agent left: programs, tables, device and rules. What was attached by
+    command is forgotten.
 
     From then on nothing is enforced. A running agent is not disturbed: stop it first.
     """

@@ -58,6 +58,7 @@ def _clean(config: Config) -> list[str]:
 
     try:
         interfaces = cleanup(Settings(**asdict(config.datapath)))
+        config.control.socket.with_name("attachments").unlink(missing_ok=True)
         dismiss(config.control.socket)
         return interfaces
     except DatapathError as error:
@@ -99,7 +100,7 @@ def _hold(control: Path, is_detached: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """connect: socket path and patience in seconds to something that can be asked. listen: at this socket to facts of these kinds
+    """connect: socket path and patience in seconds to something that can be asked. listen: there, to facts of these kinds
     (none: all) about this endpoint (None: all). run: the daemon with this configuration, until it ends, to its exit code; true:
     the one that only serves runs. clean: take everything out of the kernel that an agent with this configuration leaves there,
     end its holder, and name the interfaces that were policed. release: take its programs off one interface; were there any?

@@ -167,8 +167,7 @@ def _packet_lines(answer: Mapping[str, Any]) -> Iterator[str]:
     yield from _said("verdict", [f"{answer['verdict']} ({reason}): {answer['sentence']}{audited}"])
     if answer.get("is_offline"):
         yield from _said("", ["no agent was asked: names that were resolved and labels of endpoints are not known"])
-    yield from _said("rule", [answer["rule"]] if answer["rule"] else [])
-    yield from _said("rules", (_rule_text(rule) for rule in answer["rules"]))
+    yield from _said("rules", [_rule_text(rule) for rule in answer["rules"]] or ["no rule"] * (answer["rule"] is not None))
     yield from _said("names", (_seen_text(seen) for seen in answer["names"]))
     if answer["identity"] is not None and answer["labels"]:
         yield from _said("identity", [f"{answer['identity']} ({answer['scope']}): {cell_as_text(answer['labels'])}"])
@@ -183,8 +182,7 @@ def _packet_lines(answer: Mapping[str, Any]) -> Iterator[str]:
 
 def _rule_text(rule: Mapping[str, Any]) -> str:
     policy = f" ({rule['policy']})" if rule["policy"] else ""
-    wins = "decides" if rule["decides"] else "does not"
-    return f"{rule['verdict'].ljust(8)} {rule['rule']}{policy} for {cell_as_text(rule['selector'])}: {wins}"
+    return f"{rule['verdict'].ljust(8)} {rule['rule']}{policy} for {cell_as_text(rule['selector'])}{_decides(rule)}"
 
 
 def _seen_text(seen: Mapping[str, Any]) -> str:
@@ -204,11 +202,14 @@ def _selector_text(selector: Mapping[str, Any]) -> str:
 
 
 def _row_text(row: Mapping[str, Any]) -> str:
-    decides = "  <- decides" if row.get("decides") else ""
     if row["table"] == "ipcache":
-        return f"ipcache {row['prefix']} ({row['scope']}) is {row['identity']}{decides}"
+        return f"ipcache {row['prefix']} ({row['scope']}) is {row['identity']}{_decides(row)}"
     what = f"set {row['set']}, identity {row['identity']}, {row['direction']} {row['protocol']} {row['port']}"
-    return f"policy {what}: {row['verdict']}, {row['rule']}{decides}"
+    return f"policy {what}: {row['verdict']}, {row['rule']}{_decides(row)}"
+
+
+def _decides(row: Mapping[str, Any]) -> str:
+    return "  <- decides" if row.get("decides") else ""
 
 
 def _flow_text(flow: Mapping[str, Any]) -> str:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
 
 from agent.cli.environment import Sentence, Session, with_examples
 
+if TYPE_CHECKING:
+    from agent.monitor.facts import KnownEndpoints
+
+# After a flood somebody wants to know how much was not shown.
+_LOOK_AGAIN_S: Final = 1.0
 _KINDS = ("question", "verdict", "drop", "policy", "endpoint", "guard")
 _VERDICTS = ("allowed", "denied", "audited", "failed")
 
@@ -67,8 +72,8 @@ def monitor(
     lines_of = _writer(output, endpoints)
     with session.listen(wanted, chosen.endpoint_number()) as feed:
         while True:
-            facts = (line["fact"] for line in feed.read() if "fact" in line)
-            lines = [line for fact in facts if chosen.takes(fact, endpoints) for line in lines_of(fact)]
+            facts = [line["fact"] for line in feed.read(_LOOK_AGAIN_S) if "fact" in line]
+            lines = list(lines_of([fact for fact in facts if chosen.takes(fact, endpoints)]))
             if lines:
                 sys.stdout.write("\n".join(lines) + "\n")
                 sys.stdout.flush()
@@ -81,28 +86,30 @@ def asked_endpoints(session: Session) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], rows)
 
 
-def _writer(output: str, endpoints: Any) -> Callable[[dict[str, Any]], Iterable[str]]:
+def _writer(output: str, endpoints: KnownEndpoints) -> Callable[[list[dict[str, Any]]], Iterable[str]]:
+    """Facts that came together to lines."""
     import json
 
     if output == "json":
-        return lambda fact: (json.dumps(fact),)
+        return lambda facts: map(json.dumps, facts)
     if output == "hubble":
         import socket
 
         from agent.monitor.hubble import Exporter
 
         exporter = Exporter(endpoints, socket.gethostname())
-        return lambda fact: (json.dumps(event) for event in exporter.events(fact))
+        return lambda facts: (json.dumps(event) for fact in facts for event in exporter.events(fact))
     from agent.monitor.lines import line_of
 
-    is_terminal = sys.stdout.isatty()
-    is_coloured = is_terminal and not os.environ.get("NO_COLOR")
-    # A terminal may become wider while it is looked at.
-    return lambda fact: (
-        line_of(
-            fact,
-            endpoints,
-            width=shutil.get_terminal_size().columns if is_terminal else None,
-            is_coloured=is_coloured,
-        ),
-    )
+    if not sys.stdout.isatty():
+        return lambda facts: (line_of(fact, endpoints) for fact in facts)
+    from agent.monitor.pace import Pace
+
+    is_coloured = not os.environ.get("NO_COLOR")
+
+    def line(fact: Mapping[str, Any], times: int) -> str:
+        # A terminal may become wider while it is looked at.
+        width = shutil.get_terminal_size().columns
+        return line_of(fact, endpoints, times=times, width=width, is_coloured=is_coloured)
+
+    return Pace(line).lines

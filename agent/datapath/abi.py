@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator
-from typing import Final, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, cast
 
 from agent.core.types import (
     Address,
@@ -275,34 +275,34 @@ def map_of(table: Table, key: Key) -> str:
     return table.value
 
 
+def _pack_own_address(key: OwnAddressKey) -> bytes:
+    return OWN_ADDRESS_KEY.pack(key.endpoint, mapped(key.address))
+
+
+# By table, for who packs very many: each takes the key, or key and value.
+KEY_PACKERS: Final[Mapping[Table, Callable[[Any], bytes]]] = {
+    Table.POLICY: pack_policy_key,
+    Table.IPCACHE: pack_ipcache_key,
+    Table.OWN_ADDRESSES: _pack_own_address,
+    Table.GROUPS: U32.pack,
+    Table.ENDPOINTS: U32.pack,
+}
+VALUE_PACKERS: Final[Mapping[Table, Callable[[Any, Any], bytes]]] = {
+    Table.POLICY: lambda key, value: POLICY_VALUE.pack(value.verdict, significant_bits(key), b"", value.cookie),
+    Table.IPCACHE: lambda _, value: U32.pack(value),
+    Table.OWN_ADDRESSES: lambda _, __: b"\1",
+    Table.GROUPS: lambda _, value: GROUP_VALUE.pack(*value, b""),
+    Table.ENDPOINTS: lambda _, value: ENDPOINT_VALUE.pack(*value, b""),
+}
+
+
 def pack_key(table: Table, key: Key) -> bytes:
-    match table:
-        case Table.POLICY:
-            return pack_policy_key(cast(PolicyKey, key))
-        case Table.IPCACHE:
-            return pack_ipcache_key(cast(IpcacheKey, key))
-        case Table.OWN_ADDRESSES:
-            own = cast(OwnAddressKey, key)
-            return OWN_ADDRESS_KEY.pack(own.endpoint, mapped(own.address))
-        case _:
-            return U32.pack(key)
+    return KEY_PACKERS[table](key)
 
 
 def pack_value(write: Write) -> bytes:
     """Of a write that puts a value."""
-    match write.value:
-        case int() if write.table is Table.IPCACHE:  # one for each address that is new
-            return U32.pack(write.value)
-        case PolicyValue(verdict, cookie):
-            return POLICY_VALUE.pack(verdict, significant_bits(cast(PolicyKey, write.key)), b"", cookie)
-        case GroupValue(number, egress, ingress, audit):
-            return GROUP_VALUE.pack(number, egress, ingress, audit, b"")
-        case EndpointValue():
-            return ENDPOINT_VALUE.pack(*write.value, b"")
-        case _ if write.table is Table.OWN_ADDRESSES:
-            return b"\1"
-        case _:
-            return U32.pack(write.value)
+    return VALUE_PACKERS[write.table](write.key, write.value)
 
 
 def unpack_keys(name: str, keys: bytes) -> Iterator[Key]:

@@ -58,6 +58,8 @@ _NOT_CONNECTED: Final = 900  # aiodocker's status
 _RESOLV_CONF_BYTES_MAX: Final = 64 << 10
 _ASKED_FROM_HOST: Final = re.compile(r"^# ExtServers: \[.*\bhost\(([^)]*)\)", re.MULTILINE)
 
+_DETACHED: Final = "container {} is not policed: it was detached by command, until the agent starts again"
+
 Report = Callable[[str, Mapping[int, EndpointSettings] | None, Sequence[str]], None]
 
 
@@ -198,6 +200,13 @@ class _Engine:
     def start(self) -> None:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """It never does by itself: that is our own mistake."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            context = {"message": f"the watch of {self.path} failed", "exception": error, "task": task}
+            task.get_loop().call_exception_handler(context)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -237,12 +246,15 @@ class _Engine:
 
     def unfollow(self, name: str) -> bool:
         numbers = [number for number, container in self._containers.items() if container.name == name]
+        if name in self._released or (name not in self.followed and not numbers):
+            return False
+        self.followed.pop(name, None)
+        self._released.add(name)
         for number in numbers:
             del self._containers[number]
-        was_followed = self.followed.pop(name, None) is not None
-        self._released.add(name)
+            self._look_soon(number)  # it may be in the configuration, too
         self._say()
-        return was_followed or bool(numbers)
+        return True
 
     def lose(self, gone: frozenset[int]) -> None:
         """These interfaces went."""
@@ -325,7 +337,12 @@ class _Engine:
         if settings is None or not shown.pid:
             self._containers.pop(shown.number, None)
             return None
-        container = await asyncio.to_thread(_seen, shown, settings)
+        if shown.name in self._released:
+            container = _Container(shown.name, {}, (_DETACHED.format(shown.name),))
+        else:
+            container = await asyncio.to_thread(_seen, shown, settings)
+            if shown.name in self._released or self._settings(shown.name, shown.labels) != settings:
+                return await self._see(shown)  # a command came meanwhile
         before = self._containers.get(shown.number)
         self._containers[shown.number] = container
         if before is None or before.problems != container.problems:
@@ -335,8 +352,6 @@ class _Engine:
 
     def _settings(self, name: str, labels: Mapping[str, str]) -> EndpointSettings | None:
         """None where it is of no interest; without interface and addresses."""
-        if name in self._released:
-            return None
         settings = self.followed.get(name)
         if settings is None:
             for entry in self.entries:
@@ -353,16 +368,17 @@ class _Engine:
         )
 
     def _say(self) -> None:
-        """If it is something new."""
+        """If it is something new. An engine of which nothing is wanted (any more) may be gone."""
         found: dict[int, EndpointSettings] | None = None
         containers = sorted(self._containers.values(), key=lambda each: each.name)
-        if self.listed.is_set() or containers:
+        if self.listed.is_set():
             found = {}
             for container in containers:
                 for ifindex, settings in container.found.items():
                     shared = found.setdefault(ifindex, settings)
                     found[ifindex] = dataclasses.replace(shared, labels={**settings.labels, **shared.labels})
-        problems = [*([self._trouble] if self._trouble else ()), *(each for one in containers for each in one.problems)]
+        problems = [self._trouble] if self._trouble and (self.entries or self.followed) else []
+        problems += [problem for container in containers for problem in container.problems]
         if (found, problems) != self._said:
             self._said = found, problems
             self._report(owner_of(self.path), found, problems)

@@ -332,7 +332,9 @@ def _iptables_chains(command: str, text: str, question: Question) -> Iterator[di
         elif line.startswith(":"):
             name, policy = line[1:].split()[:2]
             hook = _HOOKS_OF_IPTABLES.get(name, "") if table != "nat" else ""
-            which = f"-o {question.out} -m conntrack --ctstate ESTABLISHED,RELATED" if question.is_back else f"-i {question.device}"
+            which = (
+                f"-o {question.out} -m conntrack --ctstate ESTABLISHED,RELATED" if question.is_back else f"-i {question.device}"
+            )
             remedy = f"{program} -t {table} -I {name} {which} -j ACCEPT"
             chains[name] = Chain(f"{program} {table} {name}", hook, policy.lower(), remedy)
         elif line.startswith("-A "):

@@ -51,13 +51,13 @@ def turn_on(switches: Mapping[str, str]) -> None:
 
 
 def put_back(switches: Mapping[str, str]) -> None:
-    """An interface that went meanwhile has taken its switch with it. Who turned one off since, or all of them on or off by the
-    host's switch, has the last word.
+    """An interface that went meanwhile has taken its switch with it. Who turned all of them on or off since, by the host's
+    switch, has the last word.
     """
     for path, value in switches.items():
         family, _, _, kind = path.split("/")
         of_host = f"{family}/conf/all/{kind}"
-        if path != of_host and _read(path) == "1" and _read(of_host) == switches.get(of_host):
+        if path != of_host and _read(of_host) == switches.get(of_host):
             with contextlib.suppress(OSError):  # it goes at this moment
                 (_SYSCTLS / path).write_text(value)
 

@@ -14,12 +14,14 @@ _INTERFACE_WIDTH: Final = 6
 _VERDICT_WIDTH: Final = 7
 
 
-def line_of(fact: Row, endpoints: KnownEndpoints, *, width: int | None = None, is_coloured: bool = False) -> str:
-    """Without its newline. width: in a terminal a line that is longer is cut; None leaves it whole."""
+def line_of(
+    fact: Row, endpoints: KnownEndpoints, *, times: int = 1, width: int | None = None, is_coloured: bool = False
+) -> str:
+    """Without its newline. times: how often it was so. width: a line that is longer is cut; None leaves it whole."""
     time = str(fact.get("time", ""))[11:23]
     verdict = verdict_of(fact) or fact["kind"]
     before = f"{time:12} {endpoints.label_of(fact):{_INTERFACE_WIDTH}} "
-    behind = f"{'':{max(0, _VERDICT_WIDTH - len(verdict))}} {what_of(fact)}"
+    behind = f"{'':{max(0, _VERDICT_WIDTH - len(verdict))}} {what_of(fact)}{f' ({times} x)' if times > 1 else ''}"
     if width is not None and (room := width - len(before) - len(verdict)) < len(behind):
         behind = behind[: max(0, room - 1)] + "…"
     if is_coloured and verdict in _COLOURS:

@@ -3,7 +3,7 @@
     shell ── runner ─────────────┬── the agent's control socket (the lease)
              │ signals, terminal  └── nft table (its owner: the socket of this process)
     ─ ─ ─ ─ ─│─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ a pid, a network and a mount namespace of its own
-             └ init (pid 1) ── COMMAND (pid 2) ── …
+             └ init (pid 1) ── COMMAND ── …
 
 Rule 1: everything of a run ends with a process. `init` ends with the runner (PR_SET_PDEATHSIG), all that runs in the pid
 namespace with `init`, the network namespace with its last process, the veth pair with the namespace; the nft table with the

@@ -56,6 +56,8 @@ class Order:
 
 def run(order: Order) -> int:
     """The exit code; where COMMAND was ended by a signal this process is, too. Raises CannotRun."""
+    inherited = _inherited()
+    _fill_standard_descriptors()
     _require_seccomp()
     who = identity(order.user, os.environ)
     report = Report(wants_summary=order.wants_summary)
@@ -96,6 +98,7 @@ def run(order: Order) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGTTOU})
     channel.tell(go=True, ipv6=bool(answer["ipv6"]))
     pidfd = _expect(channel, "started")[0]
+    _let_go(inherited)
     report.start()
     status = _Waiting(init, channel, pidfd, lease, terminal, report).until_ended()
     del translation
@@ -146,7 +149,6 @@ class _Waiting:
 
     def until_ended(self) -> int:
         """COMMAND's status, as wait(2) has it."""
-        _let_go()
         signals = kernel.Signals(number for number in _PASSED_ON if number not in {32, 33})
         try_at = 0.0
         while True:
@@ -207,17 +209,35 @@ def _pid_of(pidfd: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
 
 
-def _let_go() -> None:
+def _inherited() -> list[int]:
+    """The caller's descriptors, besides the standard ones; to be looked at before libraries make some that are like them."""
+    found = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    there = []
+    for fd in found:
+        with contextlib.suppress(OSError):  # the listing's own
+            if fd > 2 and os.get_inheritable(fd):
+                there.append(fd)
+    return there
+
+
+def _fill_standard_descriptors() -> None:
+    """Where the caller closed one, nothing of ours may get its number; COMMAND finds it closed."""
+    with contextlib.suppress(OSError):
+        while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+            pass
+        os.close(fd)
+
+
+def _let_go(inherited: Sequence[int]) -> None:
     """Who reads what COMMAND writes, or writes what it reads, is to see its end when COMMAND closes it."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    sys.stdout.flush()
+    if sys.stdout is not None:  # the caller had closed it
+        sys.stdout.flush()
     for fd in (0, 1):
         os.dup2(nowhere, fd)
     os.close(nowhere)
-    for fd in map(int, os.listdir("/proc/self/fd")):  # the caller's are those that a program would inherit
-        with contextlib.suppress(OSError):
-            if fd > 2 and os.get_inheritable(fd):
-                os.close(fd)
+    for fd in inherited:
+        os.close(fd)
 
 
 def _end_like(status: int) -> int:

@@ -32,18 +32,20 @@ Opening = tuple[str, int]  # protocol by name, and port; of ICMP the type
 @dataclass(slots=True)
 class Entry:
     """target: a name without its final dot, a pattern, or an address. openings: none for what was only asked. names: how many
-    it stands for."""
+    it stands for. is_sharing: another name was seen on its address."""
 
     target: str
     is_name: bool
     asked: Seen = field(default_factory=Seen)
     openings: dict[Opening, Seen] = field(default_factory=dict)
     names: int = 1
+    is_sharing: bool = False
 
     def note(self, opening: Opening, seen: Seen) -> None:
         self.openings.setdefault(opening, Seen()).add(seen)
 
     def join(self, other: Entry) -> None:
+        self.is_sharing |= other.is_sharing
         self.asked.add(other.asked)
         for opening, seen in other.openings.items():
             self.note(opening, seen)
@@ -60,6 +62,8 @@ class Entry:
             said.append(_times(used, "flow"))
         if self.asked.times:
             said.append(f"asked {_count(self.asked)} x" if self.openings else f"only asked, {_count(self.asked)} x")
+        if self.is_sharing:
+            said.append("on an address of other names too")
         who = sorted(used.by | self.asked.by)
         said.append(", ".join(who[:_WHO_MAX]) + (f" and {len(who) - _WHO_MAX} more" if len(who) > _WHO_MAX else ""))
         times = used.times or self.asked.times
@@ -97,7 +101,8 @@ def propose(party: Party, *, only_allowed: bool = False, patterns: bool = False)
         elif key.protocol not in PROTOCOL_NAMES.values():
             besides.append(f"{_times(seen, 'flow')} of IP protocol {key.protocol} to {key.remote}: no entry opens that alone")
         elif not only_allowed or seen.times[Was.ALLOWED]:
-            _entry_of(entries, key).note((key.protocol, key.port), seen)
+            for entry in _entries_of(entries, key):
+                entry.note((key.protocol, key.port), seen)
     if by_rule.times:
         besides.append(f"{_times(by_rule, 'flow')} stay denied by {', '.join(sorted(by_rule.rules))}")
     if incoming.times:
@@ -106,11 +111,12 @@ def propose(party: Party, *, only_allowed: bool = False, patterns: bool = False)
     return Proposal(party, sorted(_generalised(found) if patterns else found, key=_order), besides)
 
 
-def _entry_of(entries: dict[str, Entry], key: FlowKey) -> Entry:
-    target = None if key.name is None else _as_listed(key.name)
-    is_name = target is not None
-    target = target or key.remote
-    return entries.setdefault(target, Entry(target, is_name))
+def _entries_of(entries: dict[str, Entry], key: FlowKey) -> list[Entry]:
+    targets = [target for name in key.names if (target := _as_listed(name)) is not None]
+    found = [entries.setdefault(target, Entry(target, is_name=True)) for target in targets]
+    for entry in found:
+        entry.is_sharing |= len(found) > 1
+    return found or [entries.setdefault(key.remote, Entry(key.remote, is_name=False))]
 
 
 def _as_listed(name: str) -> str | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from agent.core.dns_cache import Pair
 from agent.core.events import EndpointAdded
 from agent.core.rules import Policy
 from agent.core.settings import Settings
-from agent.core.types import PROTOCOL_NAMES, Address, Direction, Prefix, packed
+from agent.core.types import PROTOCOL_NAMES, SCOPE_SHARED, Address, Direction, Prefix, packed
 from agent.suggest.traffic import Party, Seen, Traffic, Was
 from agent.why.asked import Asked
 from agent.why.explain import at_once, question_row
@@ -98,12 +99,13 @@ class _Judged:
         for key, seen in self.party.flows.items():
             asked = Asked(Direction[key.direction.upper()], packed(key.remote), _protocol(key.protocol), key.port)
             judgement = judge(grounds.rows, self.added, asked, 0.0).judgement
-            name = f" ({key.name})" if key.name is not None else ""
-            self._note(f"{asked}{name}", seen, judgement.passes, rule_text(grounds.engine, judgement.cookie))
+            names = f" ({', '.join(key.names)})" if key.names else ""
+            self._note(f"{asked}{names}", seen, judgement.passes, rule_text(grounds.engine, judgement.cookie))
 
     def _suppose(self, everybody: Iterable[EndpointAdded], taught: Iterable[tuple[str, Address]]) -> Grounds:
         others = tuple(other for other in everybody if other is not self.added)
-        situation = Situation(_SETTINGS, self.added, others, frozenset(), self.policies, frozenset(taught), 0.0)
+        pairs = frozenset(Pair(SCOPE_SHARED, name, address) for name, address in taught)
+        situation = Situation(_SETTINGS, self.added, others, frozenset(), self.policies, pairs, 0.0)
         return at_once(suppose(situation))
 
     def _note(self, what: str, seen: Seen, is_allowed: bool, rule: str) -> None:

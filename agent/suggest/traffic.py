@@ -1,21 +1,26 @@
 """What records say, summed up: for endpoints with the same labels, which names were asked and which flows there were.
 
 Only what a policy decides is counted: a spoofed source or a broken packet stays denied under every policy. A flow belongs to
-the name that its endpoint asked last of those that were answered with the address; where none was asked within the record, to
-the name that the agent knew for it.
+each name that its endpoint had asked and that was answered with the address not long ago: which one was meant, nobody can see,
+and tomorrow they may have different addresses. Where none was asked within the record, it belongs to the name that the agent
+knew for it.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 import enum
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from agent.monitor.facts import KnownEndpoints, Row, is_endpoint, remote_of
 from agent.suggest.record import read_record
+
+# Clients keep an answer of a short life a little longer, and open connections meanwhile.
+_LIFETIME_MIN: Final = dt.timedelta(minutes=1)
 
 
 class Was(enum.StrEnum):
@@ -27,13 +32,13 @@ class Was(enum.StrEnum):
 
 
 class FlowKey(NamedTuple):
-    """protocol: by name, or its number as text. port: of ICMP the type. name: which the address had; None: none was seen."""
+    """protocol: by name, or its number as text. port: of ICMP the type. names: which the address had."""
 
     direction: str
     protocol: str
     remote: str
     port: int
-    name: str | None
+    names: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -93,9 +98,10 @@ class Traffic:
         """Raises RecordError."""
         rows: list[Row] = []
         endpoints = KnownEndpoints(lambda: rows)
-        name_by_address: dict[tuple[int, str], str] = {}
+        answered = _Answered()
         for fact in read_record(path):
-            self._note_time(fact)
+            self.last = fact.get("time", self.last)
+            self.first = self.first or self.last
             match fact.get("kind"):
                 case "endpoints":
                     rows = fact["endpoints"]
@@ -104,36 +110,32 @@ class Traffic:
                     self.missing += fact["count"]
                 case "gap":
                     self.gaps += 1
-                    name_by_address.clear()  # the next agent numbers endpoints anew
+                    answered = _Answered()  # the next agent numbers endpoints anew
                 case "question" | "verdict" | "drop":
                     row = endpoints.of(fact)
                     if row is not None and (self._only is None or is_endpoint(row, self._only)):
-                        self._take(fact, row, name_by_address)
+                        take = self._take_question if fact["kind"] == "question" else self._take_packet
+                        take(fact, row, answered)
 
-    def _note_time(self, fact: Row) -> None:
-        self.last = fact.get("time", self.last)
-        self.first = self.first or self.last
+    def _take_question(self, fact: Row, row: Row, answered: _Answered) -> None:
+        was, party = fact.get("verdict"), self._party(row)
+        if was is None or (was == Was.DENIED and fact.get("why")):
+            return  # no policy was asked about it
+        party.questions.setdefault(fact["name"], Seen()).note(Was(was), row["interface"])
+        for answer in fact.get("answers") or ():
+            party.pairs.add((fact["name"], answer["address"]))
+            answered.note(row["endpoint"], answer, fact)
 
-    def _take(self, fact: Row, row: Row, name_by_address: dict[tuple[int, str], str]) -> None:
-        party = self._party(row)
-        if fact["kind"] == "question":
-            was = fact.get("verdict")
-            if was is None or (was == Was.DENIED and fact.get("why")):
-                return  # no question that a policy was asked about
-            name = fact["name"]
-            party.questions.setdefault(name, Seen()).note(Was(was), row["interface"])
-            for answer in fact.get("answers") or ():
-                party.pairs.add((name, answer["address"]))
-                name_by_address[row["endpoint"], answer["address"]] = name
-            return
+    def _take_packet(self, fact: Row, row: Row, answered: _Answered) -> None:
         if fact["kind"] == "drop" and fact["reason"] not in ("policy", "deny"):
             return
         was = Was.ALLOWED if fact["kind"] == "verdict" else Was.AUDITED if fact["audited"] else Was.DENIED
-        remote, name = remote_of(fact), None
+        party, remote = self._party(row), remote_of(fact)
+        names: tuple[str, ...] = ()
         if fact["direction"] == "egress":
-            name = name_by_address.get((row["endpoint"], remote)) or next(iter(fact["names"]), None)
+            names = answered.names(row["endpoint"], remote, fact) or tuple(fact["names"][:1])
             party.pairs.update((each, remote) for each in fact["names"])
-        key = FlowKey(fact["direction"], fact["protocol"], remote, fact["port"], name)
+        key = FlowKey(fact["direction"], fact["protocol"], remote, fact["port"], names)
         rule = fact["rule"] if fact["kind"] == "drop" and fact["reason"] == "deny" else None
         party.flows.setdefault(key, Seen()).note(was, row["interface"], rule)
 
@@ -143,6 +145,24 @@ class Traffic:
         party.addresses.update(row["addresses"])
         party.is_isolated |= str(row["scope"]).startswith("endpoint")
         return party
+
+
+class _Answered:
+    """Which names each endpoint has had answered with an address, and until when they count."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[int, str], dict[str, dt.datetime]] = {}
+
+    def note(self, endpoint: int, answer: Row, question: Row) -> None:
+        until = dt.datetime.fromisoformat(question["time"]) + max(_LIFETIME_MIN, dt.timedelta(seconds=answer["ttl"]))
+        self._until.setdefault((endpoint, answer["address"]), {})[question["name"]] = until
+
+    def names(self, endpoint: int, address: str, packet: Row) -> tuple[str, ...]:
+        """Those that count; where none does any longer, the one that did last."""
+        until_by_name = self._until.get((endpoint, address), {})
+        at = dt.datetime.fromisoformat(packet["time"])
+        alive = sorted(name for name, until in until_by_name.items() if until >= at)
+        return tuple(alive or sorted(until_by_name, key=until_by_name.__getitem__)[-1:])
 
 
 def read_traffic(paths: Iterable[Path], only: str | None = None) -> Traffic:

@@ -9,6 +9,7 @@ from typing import Final
 from agent.control import ControlError
 from agent.core.names import normalise_name
 from agent.core.types import (
+    PORT_DNS,
     PROTOCOL_ICMP,
     PROTOCOL_ICMPV6,
     PROTOCOL_NAMES,
@@ -48,6 +49,10 @@ class Asked:
     protocol: int
     port: int
     local: Address | None = None
+
+    @property
+    def is_question(self) -> bool:
+        return self.direction is Direction.EGRESS and self.port == PORT_DNS and self.protocol in (PROTOCOL_TCP, PROTOCOL_UDP)
 
     @property
     def what(self) -> str:

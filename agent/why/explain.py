@@ -49,6 +49,7 @@ from agent.why.packet import (
     rule_text,
     seen_row,
     selectors_of,
+    would_open,
 )
 from agent.why.reasons import meaning, reason_of
 from agent.why.rows import (
@@ -172,25 +173,26 @@ class Explain:
             raise ControlError(f"say which endpoint: --endpoint with one of {names}")
         return found[0]
 
-    def _situation(self, added: EndpointAdded, remote: Address, policies: tuple[Policy, ...] | None) -> Situation:
-        """policies: None for those in force."""
-        engine = self._engine
+    def _situation(self, added: EndpointAdded, about: Asked | Address | str, policies: tuple[Policy, ...] | None) -> Situation:
+        """about: a packet, everything about an address, or a name. policies: None for those in force."""
+        engine, remote = self._engine, about.remote if isinstance(about, Asked) else about
         given = engine.groups.policies if policies is None else policies
         if added.policies is not None:
             given = added.policies if policies is None else policies  # its own alone judge it
         else:
             given = tuple(policy for policy in given if policy.selects(added.labels))
         scopes = engine.groups.scopes_of(added.endpoint)
-        pairs = engine.dns_cache.pairs_by_address.of(remote)
+        pairs = engine.dns_cache.pairs_by_address.of(remote) if isinstance(remote, bytes) else ()
         others = (endpoint.added for endpoint in engine.groups.endpoints.values())
         return Situation(
             engine.settings,
             added,
-            others_that_matter(others, added, given, remote),
+            others_that_matter(others, added, given, remote if isinstance(remote, bytes) else None),
             self._host(),
             given,
             frozenset(pair for pair in pairs if pair.scope in scopes),
             self._clock(),
+            about if isinstance(about, Asked | str) else None,
         )
 
     # --- a packet ----------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ class Explain:
     def packet(self, added: EndpointAdded, asked: Asked, policies: tuple[Policy, ...] | None = None) -> Steps[Row]:
         engine, now = self._engine, self._clock()
         scopes = engine.groups.scopes_of(added.endpoint)
-        situation = self._situation(added, asked.remote, policies)
+        situation = self._situation(added, asked, policies)
         names = names_row(engine, asked.remote, now, scopes=scopes)
         if policies is None:
             row = packet_row(Grounds(engine, self._tables), added, asked, now)
@@ -208,6 +210,7 @@ class Explain:
         else:
             row = supposed_row((yield from suppose(situation)), added, asked, now)
         row["names"] = names
+        row["would_open"] = would_open(situation.policies, asked) if row["reason"] == Reason.DROP_POLICY.text else []
         row["flows"] = yield from self._flows(added, asked)
         in_order = sorted(names, key=lambda seen: seen["expires_in"] is None)  # those that are open first
         found = yield from change(situation, asked, [str(seen["name"]) for seen in in_order][:_NAMES_TRIED_MAX])
@@ -273,7 +276,7 @@ class Explain:
         rows: list[Row] = []
         differing: list[str] = []
         for added in endpoints:
-            situation = self._situation(added, b"", policies)
+            situation = self._situation(added, name, policies)
             grounds = Grounds(engine, self._tables) if policies is None else (yield from suppose(situation))
             row = question_row(grounds, added, name)
             packets: list[Row] = []
@@ -352,11 +355,12 @@ def offline(target: str, packet: str, direction: Direction, labels: Mapping[str,
     own = tuple(address for address in NOWHERE.values() if len(address) == len(asked.remote))
     added = EndpointAdded(1, "an endpoint", 1, labels, own)
     selecting = tuple(policy for policy in policies if policy.selects(labels))
-    situation = Situation(Settings(), added, (), frozenset(), selecting, frozenset(), 0.0)
+    situation = Situation(Settings(), added, (), frozenset(), selecting, frozenset(), 0.0, asked)
 
     def steps() -> Steps[Row]:
         row = supposed_row((yield from suppose(situation)), added, asked, 0.0)
         found = yield from change(situation, asked, ())
+        row["would_open"] = would_open(selecting, asked) if row["reason"] == Reason.DROP_POLICY.text else []
         return row | {"names": [], "flows": [], "change": found.row() if found is not None else None, "is_offline": True}
 
     return at_once(steps())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from agent.control.listings import peer_text, port_text, scope_text
 from agent.core.barrier import row_text
@@ -11,7 +11,7 @@ from agent.core.engine import Engine
 from agent.core.events import EndpointAdded
 from agent.core.history import Seen
 from agent.core.policy import COOKIE_NONE, Block, CompiledPolicy
-from agent.core.rules import Fqdn
+from agent.core.rules import Fqdn, Policy, Rule
 from agent.core.types import (
     IDENTITY_ANY,
     PROTOCOL_NAMES,
@@ -35,6 +35,7 @@ from agent.why.rows import Grounds, Judged, Rows, judge, judge_packet, local_of
 Row = dict[str, object]
 
 FLOWS_MAX = 5
+WOULD_OPEN_MAX = 20
 
 
 def packet_row(grounds: Grounds, added: EndpointAdded, asked: Asked, now: float) -> Row:
@@ -66,7 +67,6 @@ def packet_row(grounds: Grounds, added: EndpointAdded, asked: Asked, now: float)
         "rule": said,
         "policy": _policy_of(engine, judgement.cookie) if said is not None else None,
         "rules": rules_about(grounds, added, judged, labels) if judgement.reason in _BY_RULES else [],
-        "would_open": _would_open(grounds, added, judged, labels) if judgement.reason is Reason.DROP_POLICY else [],
         "identity": identity,
         "labels": sorted(labels),
         "scope": scope_text(judged.endpoint.scope) if judged.endpoint is not None else None,
@@ -119,17 +119,21 @@ def rules_about(grounds: Grounds, added: EndpointAdded, judged: Judged, labels: 
     return [found[key] for key in in_order]
 
 
-def _would_open(grounds: Grounds, added: EndpointAdded, judged: Judged, labels: LabelSet) -> list[Row]:
-    """Names by which the address would be open, were it one of theirs."""
-    compiled = compiled_of(grounds.engine, added)
-    values = compiled.values_by_peer.items() if compiled is not None else ()
+def would_open(policies: Iterable[Policy], asked: Asked) -> list[Row]:
+    """Names by which the address would be open, were it one of theirs, and not held by them now."""
     return [
-        {"selector": peer.label, "rule": rule_text(grounds.engine, value.cookie)}
-        for peer, blocks in values
-        if isinstance(peer, Fqdn) and peer.label not in labels
-        for block, value in blocks
-        if value.verdict is Verdict.ALLOW and _holds(block, judged)
-    ]
+        {"selector": f"fqdn:{peer.pattern}", "rule": str(rule.origin)}
+        for policy in policies
+        for rule in policy.rules
+        if rule.direction is asked.direction and not rule.deny and rule.names is None and _opens(rule, asked)
+        for peer in rule.peers or ()
+        if isinstance(peer, Fqdn)
+    ][:WOULD_OPEN_MAX]
+
+
+def _opens(rule: Rule, asked: Asked) -> bool:
+    ports = rule.ports
+    return ports is None or any(each.protocol == asked.protocol and each.first <= asked.port <= each.last for each in ports)
 
 
 def _holds(block: Block, judged: Judged) -> bool:

@@ -14,7 +14,7 @@ class Meaning(NamedTuple):
 
 
 _MEANINGS: Final = {
-    Reason.PASS_POLICY: Meaning("9", "a rule allows it, or nothing closes this direction"),
+    Reason.PASS_POLICY: Meaning("9", "a rule allows it"),
     Reason.PASS_FLOW: Meaning("7", "it belongs to a flow that was allowed"),
     Reason.PASS_RELATED: Meaning("7c", "it is an ICMP error about a flow that was allowed"),
     Reason.PASS_NEIGHBOUR: Meaning("3", "ARP and neighbour discovery pass where they claim no address of others"),

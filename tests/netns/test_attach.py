@@ -511,19 +511,16 @@ def test_forwarding_lasts_as_long_as_the_last_lease(lab: Lab, agent: RunningAgen
     if first.answer["ipv6"]:
         assert ask(lab, "a.test", "AAAA").addresses == (A6,)
         assert connect(lab, A6) == "connected"
-    second = lease(agent, lab.clients[1], forwarding=True)
-    first.end()
-    gone(agent, "ep1")
-    assert switches.changed() == turned
     agent.end(signal.SIGKILL)
-    second.await_loss()
-    agent.start()
-    with lease(agent, lab.clients[1], forwarding=True) as again:
-        assert switches.changed() == turned
-        again.end()
-    expect(lambda: switches.changed() == set())
+    first.await_loss()
     first.close()
-    second.close()
+    agent.start()
+    with lease(agent, lab.client, forwarding=True) as again, lease(agent, lab.clients[1], forwarding=True) as second:
+        again.end()
+        gone(agent, "ep1")
+        assert switches.changed() == turned
+        second.end()
+    expect(lambda: switches.changed() == set())
 
 
 @pytest.mark.parametrize(

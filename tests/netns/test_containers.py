@@ -195,14 +195,16 @@ def test_without_an_agent_it_does_not_start(lab: Lab, agent: RunningAgent, engin
 
 
 def test_the_engine_adds_labels_to_what_the_hook_attached(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:
-    """Those of the hook hold: an image has labels, too. Detached by its name it is free."""
-    engine.run("web", *hook, "--label", "policed=yes", "--label", "app=admin")
-    wanted = {"app": "web", "by": "configuration", "container": "web", "policed": "yes"}
+    """Those of the hook hold: an image has labels, too. Detached by its name it is free, and `status` says so."""
+    engine.run("hooked", *hook, "--label", "policed=yes", "--label", "app=admin")
+    wanted = {"app": "web", "by": "configuration", "container": "hooked", "policed": "yes"}
     agent.await_status(lambda _: [row["labels"] for row in agent.ask("endpoints")] == [wanted], within_s=10)
     (row,) = agent.ask("endpoints")
     assert row["state"] == "enforcing"
-    assert namegate(agent, "detach", "--container", "web").returncode == 0
+    assert namegate(agent, "detach", "--container", "hooked").returncode == 0
     assert agent.ask("endpoints") == []
+    said = "container hooked is not policed: it was detached by command, until the agent starts again"
+    agent.await_status(lambda status: status["reasons"] == [said], within_s=5)
 
 
 # --- an engine's containers --------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def test_output_ends_when_the_command_ends_it(host: Host) -> None:
     inherited, given = os.pipe()
     with os.fdopen(inherited, "rb") as out:
         command = host.inside(
-            *namegate_run("--", "sh", "-c", f"echo out; echo more >&{given}; exec >&- {given}>&-; exec sleep 300")
+            *namegate_run("--", "bash", "-c", f"echo out; echo more >&{given}; exec >&- {given}>&-; exec sleep 300")
         )
         run = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[given], env=host.environment)
         os.close(given)

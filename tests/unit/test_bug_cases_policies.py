@@ -4,7 +4,7 @@ Shown elsewhere, and not written twice:
 
     case 137, 140   every other key, type and YAML trap: tests/unit/test_policy_cnp.py, tests/unit/test_policy_files.py
     case 144        implied DNS: tests/unit/test_bug_cases_names.py
-    case 165        `explain`, which names both rules, is not built yet; here the denial's rule is in the verdict
+    case 165        `explain`, which names both rules: tests/unit/test_explain.py; here the denial's rule is in the verdict
     case 171        the count of distinct names for each pattern is not built yet; here: bounded, and nobody else is slowed
 """
 

@@ -73,6 +73,8 @@ def test_labels_that_fit_are_the_endpoints_and_the_operators_win(tmp_path: Path)
     assert followed is not None
     assert followed.labels == {"container": "by-command"}
     assert engine.unfollow("web")
+    assert not engine.unfollow("web")
+    engine.entries.clear()
     assert engine._settings("web", {}) is None
 
 
@@ -115,6 +117,23 @@ def test_an_engine_that_is_not_there_changes_nothing_and_is_said(tmp_path: Path)
     asyncio.run(watch())
     sentence = f"the container engine at {engine} cannot be asked (there is no such socket): what is attached stays, "
     assert reports == [(owner_of(engine), None, [f"{sentence}what is new is not seen"])]
+
+
+def test_an_engine_that_was_named_by_mistake_troubles_nobody(tmp_path: Path) -> None:
+    """Its container is refused, and that is all that is said of it."""
+    reports: list[object] = []
+
+    async def watch() -> None:
+        containers = ContainerWatch([], lambda *report: reports.append(report))
+        containers.start()
+        with pytest.raises(ContainerError, match="there is no such socket"):
+            await containers.follow("web", tmp_path / "typo.sock", EndpointSettings(""))
+        await asyncio.wait_for(containers.listed(), 5)
+        assert not containers.unfollow("web")
+        await containers.close()
+
+    asyncio.run(watch())
+    assert reports == []
 
 
 def test_an_answer_that_is_not_understood_is_said(tmp_path: Path) -> None:
