@@ -317,6 +317,10 @@ def load(path: Path, resolv_conf: Path = RESOLV_CONF) -> Config:
         raise ConfigError([Mistake(str(path), line, "", "is not UTF-8 text")]) from None
 
 
+def runs_pins(network_namespace: int) -> Path:
+    return Path(f"/sys/fs/bpf/namegate-runs-{network_namespace}")
+
+
 def for_runs(directory: Path, network_namespace: int, resolv_conf: Path = RESOLV_CONF) -> Config:
     """Of an agent that only serves runs: nothing of it is an administrator's agent's. Raises ConfigError."""
     remarks = Remarks(str(resolv_conf))
@@ -328,7 +332,7 @@ def for_runs(directory: Path, network_namespace: int, resolv_conf: Path = RESOLV
         dns=DnsSettings(upstreams=upstreams, history_file=None, holder=False),
         control=ControlSettings(directory / "control.sock"),
         datapath=DatapathSettings(
-            pin_directory=Path(f"/sys/fs/bpf/namegate-runs-{network_namespace}"),
+            pin_directory=runs_pins(network_namespace),
             device="ng-runs",
             routing_table=2005,
             rule_priority=8,

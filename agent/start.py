@@ -32,6 +32,7 @@ from agent.host.endpoints import HostEndpoints
 from agent.host.firewall import Firewall, Unreadable
 from agent.host.interfaces import Interfaces
 from agent.host.marks import settled
+from agent.left_runs import sweep
 from agent.shell import Shell, Start, policies_at
 from agent.state import Journal, StateError, read_journal
 
@@ -170,6 +171,8 @@ async def _serve(
             dismiss(config.control.socket)  # one of a process before, which had another configuration
         shell.start(start)
         loop.run_in_executor(None, _warn_of_firewall, config.datapath.device)  # it may have thousands of rules to read
+        if ends_when_idle:
+            loop.run_in_executor(None, sweep)
         exit_code = await stopped
         if exit_code == 0:
             await shell.drain()

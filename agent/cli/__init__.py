@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agent.cli import attach, change, explain, judge, monitor, run, show, suggest, top, verify
+from agent.cli import attach, change, explain, judge, monitor, run, selftest, show, suggest, top, verify
 from agent.cli.environment import DEFAULT_CONTROL, Environment, Refusal, Sentence, Session, with_examples
 from agent.control import ControlError
 
@@ -101,6 +101,7 @@ for _command in (
     change.agent,
     judge.check,
     judge.doctor,
+    selftest.selftest,
     change.apply,
     show.status,
     *show.nouns(),

@@ -53,7 +53,7 @@ def record(session: Session, file: Path, duration: str | None, size: str) -> Non
     if recorder.lost:
         said += f"; {recorder.lost:,} events are not there: they came faster than they could be told"
     if recorder.gaps:
-        said += f"; {recorder.gaps} gaps without an agent"
+        said += f"; gaps without an agent: {recorder.gaps}"
     click.echo(said, err=True)
 
 

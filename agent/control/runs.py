@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
+
+RUNS_DIRECTORY: Final = Path("/run/namegate-runs")
 
 
 def own_network_namespace() -> int:
@@ -11,7 +14,7 @@ def own_network_namespace() -> int:
 
 
 def runs_directory(network_namespace: int) -> Path:
-    return Path(f"/run/namegate-runs/{network_namespace}")
+    return RUNS_DIRECTORY / str(network_namespace)
 
 
 def runs_socket(network_namespace: int) -> Path:

@@ -18,10 +18,15 @@ from pathlib import Path
 from typing import Final
 
 from agent.host import netlink
+from agent.host.interfaces import links
 
 _SYSCTLS: Final = Path("/proc/sys/net")
 _RTA_OIF: Final = 4
+_RTA_GATEWAY: Final = 5
 _RTA_MULTIPATH: Final = 9
+_RTA_VIA: Final = 18  # a router of the other family
+_BY_ROUTER: Final = frozenset({_RTA_GATEWAY, _RTA_MULTIPATH, _RTA_VIA})
+_AMONG_US: Final = frozenset({"veth", "bridge"})
 _RTN_UNICAST: Final = 1
 _NEXTHOP_OCTETS: Final = 8  # struct rtnexthop: length:16 flags:8 hops:8 ifindex:32
 
@@ -79,7 +84,10 @@ def _read(path: str) -> str | None:
 
 
 def _outward(family: int) -> tuple[set[int], bool]:
-    """The interfaces that routes leave by, loopback apart, and whether one of them is a default route."""
+    """The interfaces that routes leave by, and whether one of them is a default route. Not other workloads' own: veths and
+    bridges that no route by way of a router leaves by.
+    """
+    among_us = {link.ifindex for link in links().values() if link.kind in _AMONG_US} | {1}
     found: set[int] = set()
     has_default = False
     for message in netlink.dump(netlink.GET_ROUTE, family):
@@ -87,9 +95,10 @@ def _outward(family: int) -> tuple[set[int], bool]:
         if its_family != family or kind != _RTN_UNICAST:
             continue
         hops = _hops(message.attributes)
-        found |= hops
+        is_by_router = length == 0 or bool(message.attributes.keys() & _BY_ROUTER)
+        found |= hops if is_by_router else hops - among_us
         has_default |= length == 0 and bool(hops)
-    return found - {1}, has_default
+    return found, has_default
 
 
 def _hops(attributes: dict[int, bytes]) -> set[int]:

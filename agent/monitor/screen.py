@@ -91,6 +91,7 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         asyncio.get_running_loop().add_reader(self._feed.fileno(), self._hear)
+        self._hear()  # what came with the answer
         self.set_interval(_DRAW_EVERY_S, self._draw)
         self.call_after_refresh(self._draw)
 

@@ -112,7 +112,7 @@ def _in_a_container(problem: OSError) -> str:
 
 def _be_init(channel: Channel, plan: Plan) -> NoReturn:
     try:
-        pass
+        kernel.die_with_parent()
         # A first process is spared every signal that it has no handler for; Python has one.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

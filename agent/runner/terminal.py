@@ -1,14 +1,14 @@
 """The terminal: whose it is while COMMAND runs, and that it is given back.
 
 COMMAND is in the runner's process group, so that a pipeline and the caller's shell have to do with one job as always: what the
-terminal sends (Ctrl-C, Ctrl-Z) reaches COMMAND by itself, and the runner keeps out of it. Two things need more:
-
-A COMMAND that makes a group of its own, as an interactive shell does, and wants to be the terminal's foreground, is stopped by
-the kernel for it (SIGTTOU), as the group it comes from has no number in its pid namespace and it cannot know that it is in the
-foreground. Who started it gives it the terminal then, as a shell does with its jobs.
+terminal sends (Ctrl-C, Ctrl-Z) reaches COMMAND by itself, and the runner keeps out of it.
 
 Where nobody else is in our group, no pipeline and no script, COMMAND gets a group of its own at once, as a shell would give it:
-then it has a number, which some programs look at. What stops COMMAND stops the runner, so that the caller's shell notices.
+then its group has a number in its pid namespace, which some programs look at. The caller's shell knows of ours only. When it
+makes a job the foreground again that went on in the background, it tells nobody; COMMAND is stopped when it reads (SIGTTIN);
+Ctrl-C comes to us. Then we give it the terminal, and what came, as a shell does with its jobs.
+
+What stops COMMAND stops the runner, so that the caller's shell notices.
 """
 
 from __future__ import annotations

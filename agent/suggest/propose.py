@@ -104,7 +104,7 @@ def propose(party: Party, *, only_allowed: bool = False, patterns: bool = False)
             for entry in _entries_of(entries, key):
                 entry.note((key.protocol, key.port), seen)
     if by_rule.times:
-        besides.append(f"{_times(by_rule, 'flow')} stay denied by {', '.join(sorted(by_rule.rules))}")
+        besides.append(f"{_times(by_rule, 'flow')} denied by {', '.join(sorted(by_rule.rules))}: left so")
     if incoming.times:
         besides.append(f"{_times(incoming, 'flow')} came in: this is about what goes out")
     found = list(entries.values())
@@ -261,7 +261,9 @@ def heading_of(traffic: Traffic, records: Sequence[str]) -> list[str]:
     """What a reader of the policy wants to know of where it comes from."""
     said = [f"Suggested by namegate from {', '.join(records)}: what was seen from {traffic.first} to {traffic.last}."]
     if traffic.missing or traffic.gaps:
-        said.append(f"The record lacks {traffic.missing:,} events and has {traffic.gaps} gaps: more may be needed than this.")
+        said.append(
+            f"Events that the record lacks: {traffic.missing:,}; gaps in it: {traffic.gaps}. More may be needed than this."
+        )
     return said
 
 

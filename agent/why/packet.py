@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
 from agent.control.listings import peer_text, port_text, scope_text
 from agent.core.barrier import row_text
@@ -121,14 +122,15 @@ def rules_about(grounds: Grounds, added: EndpointAdded, judged: Judged, labels: 
 
 def would_open(policies: Iterable[Policy], asked: Asked) -> list[Row]:
     """Names by which the address would be open, were it one of theirs, and not held by them now."""
-    return [
+    rows: Iterator[Row] = (
         {"selector": f"fqdn:{peer.pattern}", "rule": str(rule.origin)}
         for policy in policies
         for rule in policy.rules
         if rule.direction is asked.direction and not rule.deny and rule.names is None and _opens(rule, asked)
         for peer in rule.peers or ()
         if isinstance(peer, Fqdn)
-    ][:WOULD_OPEN_MAX]
+    )
+    return list(islice(rows, WOULD_OPEN_MAX))
 
 
 def _opens(rule: Rule, asked: Asked) -> bool:

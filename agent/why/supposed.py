@@ -39,8 +39,8 @@ _RULES_AT_ONCE = 256
 @dataclass(frozen=True, slots=True)
 class Situation:
     """policies: those that judge the endpoint. others: endpoints besides, see `others_that_matter`. pairs: what is known of
-    names. asked: a name that is asked once the policies are in force, and the address it is answered with. about: the packet, or
-    else the name, that is asked about; None: everything.
+    names. asked: a name that is asked once the policies are in force, and the address it is answered with. about: the packet,
+    or else the name, that is asked about; None: everything.
     """
 
     settings: Settings
@@ -117,8 +117,8 @@ def suppose(situation: Situation) -> Generator[None, None, Grounds]:
 def _narrowed(situation: Situation) -> Generator[None, None, tuple[Policy, ...]]:
     """Without the names and networks that say nothing of what is asked about: ten thousand rules are compiled in seconds.
 
-    Whole are the rules that speak of DNS, for they decide over the endpoint's scope; and all, where the packet is a question, for
-    each name is a rule about port 53.
+    Whole are the rules that speak of DNS, for they decide over the endpoint's scope; and all, where the packet is a question,
+    for each name is a rule about port 53.
     """
     about = situation.about
     if about is None or (not isinstance(about, str) and about.is_question):

@@ -25,6 +25,9 @@ from tests.netns.lab import NAME_SERVERS, Lab
 
 # The first start on a machine compiles the datapath; a busy one takes its time.
 READY_S_MAX = 90.0
+# Of the kinds of drops that a test made.
+EXPLAINED_MAX = 6
+BY_RULES = ("policy", "deny")
 
 
 class AgentFailed(Exception):
@@ -87,11 +90,27 @@ class RunningAgent:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
-            self.end(signal.SIGTERM)
+            try:
+                if error is None:
+                    self._explain_drops()
+            finally:
+                self.end(signal.SIGTERM)
             if error is not None and hasattr(error, "add_note"):
                 error.add_note(f"the agent's log:\n{self.log.read_text()[-1500:]}")
         finally:
             self.cleanup()
+
+    def _explain_drops(self) -> None:
+        """What a test had dropped resolves to a rule, or to "no rule", never to nothing: a few of each kind are asked about."""
+        try:
+            drops: list[dict[str, Any]] = self.ask("drops")
+        except ControlError:
+            return  # the test has ended the agent, or left it as it cannot answer
+        kinds = {(drop["reason"], drop["direction"], drop["protocol"]): drop for drop in drops}
+        for drop in list(kinds.values())[-EXPLAINED_MAX:]:
+            said = self.ask("explain", drop=drop)
+            assert said["then"]["rule"], f"nothing is said of the drop {drop}"
+            assert said["now"] is None or said["now"]["rule"] or said["now"]["reason"] not in BY_RULES, said
 
     def cleanup(self) -> None:
         """By the command, which also ends the holder."""

@@ -96,6 +96,25 @@ def test_a_background_job_that_reads(terminal: Typed) -> None:
     as_without(do)
 
 
+def test_a_job_that_was_in_the_background_reads(terminal: Typed, tmp_path: Path) -> None:
+    """Fetched while it runs, of which nobody is told: it has the terminal all the same when it wants it."""
+
+    def do(run: str) -> str:
+        flag = tmp_path / f"go{bool(run)}"
+        terminal.line(f"{run}sh -c 'echo star''ted; until [ -e $0 ]; do sleep 0.02; done; read line; echo got $line' {flag}")
+        terminal.expect("started\n")
+        terminal.type("\x1a")
+        terminal.expect(terminal.PROMPT)
+        terminal.say("bg")
+        terminal.hand_over("fg")
+        flag.touch()
+        terminal.line("words")
+        terminal.expect("words\n")
+        return terminal.expect(terminal.PROMPT)
+
+    as_without(do)
+
+
 def test_pipelines(terminal: Typed) -> None:
     """SIGPIPE is COMMAND's, the exit codes are each one's own, and one Ctrl-C ends all."""
     assert terminal.say("$N -- yes | head -n 1; echo ${PIPESTATUS[*]}") == "y\n141 0\n"

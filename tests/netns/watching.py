@@ -62,12 +62,7 @@ class Terminal:
 
     def see(self, what: Callable[[list[str]], bool], within_s: float = READY_S_MAX) -> list[str]:
         """Look until the screen is as wanted; gives it back."""
-        deadline = time.monotonic() + within_s
-        while not what(self.display):
-            left = deadline - time.monotonic()
-            assert left > 0, "the screen never was as wanted"
-            if select.select([self._terminal], [], [], left)[0] and not self._read():
-                assert what(self.display), "the command ended, and the screen never was as wanted"
+        look([self], lambda: what(self.display), within_s)
         return self.display
 
     def see_text(self, text: str, within_s: float = READY_S_MAX) -> list[str]:
@@ -76,14 +71,18 @@ class Terminal:
     def end(self, within_s: float = READY_S_MAX) -> int:
         """Wait for the end of the command; its exit code, 128 + n for a signal."""
         deadline = time.monotonic() + within_s
-        while select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))[0] and self._read():
+        while select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))[0] and self.read():
             pass
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.exit_code = code if code >= 0 else 128 - code
         return self.exit_code
 
-    def _read(self) -> bool:
+    def fileno(self) -> int:
+        return self._terminal
+
+    def read(self) -> bool:
+        """Take what is there to be shown; False when the command has ended."""
         try:
             octets = os.read(self._terminal, 1 << 16)
         except OSError:  # the last process has closed it
@@ -91,3 +90,15 @@ class Terminal:
         self.heard += octets
         self._stream.feed(octets)
         return bool(octets)
+
+
+def look(terminals: Sequence[Terminal], what: Callable[[], bool], within_s: float = READY_S_MAX) -> None:
+    """At several at once, so that none of them waits for its reader."""
+    deadline, ended = time.monotonic() + within_s, set[Terminal]()
+    while not what():
+        left = deadline - time.monotonic()
+        assert left > 0, "what was wanted was never seen"
+        assert len(ended) < len(terminals), "the command ended, and what was wanted was never seen"
+        for terminal in select.select([each for each in terminals if each not in ended], [], [], min(left, 0.1))[0]:
+            if not terminal.read():
+                ended.add(terminal)

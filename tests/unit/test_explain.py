@@ -1,23 +1,43 @@
-"""`explain`: what it says of a packet, a name, an address and a drop, and that its change turns the verdict round."""
+"""`explain`: what it says of a packet, a name, an address and a drop, and that its change turns the verdict round.
+
+EXPLAINED_DENIALS=500 makes a long run of the last.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from agent.control import ControlError
 from agent.core.events import EndpointAdded, Tick
 from agent.core.rules import Policy
-from agent.core.types import PROTOCOL_NAMES, Direction, EndpointValue, GroupValue, Table, Verdict, packed
+from agent.core.types import (
+    PROTOCOL_NAMES,
+    Direction,
+    EndpointValue,
+    GroupValue,
+    IpcacheKey,
+    Prefix,
+    Table,
+    Verdict,
+    packed,
+)
+from agent.datapath.abi import FlowState, Reason
+from agent.datapath.maps import Flow
 from agent.policy.files import read_policy_text
-from tests.bug_scene import Scene
-from tests.explaining import explained
+from agent.why.explain import at_once
+from agent.why.reasons import meaning
+from tests.bug_scene import Scene, policies_of
+from tests.explaining import WorldTables, explain_in, explained
 from tests.sim.world import World
 
 DENIALS: Final = int(os.environ.get("EXPLAINED_DENIALS", "50"))
@@ -131,7 +151,7 @@ def test_the_change_turns_the_verdict_round() -> None:
     counted: Counter[str] = Counter()
 
     @settings(
-        max_examples=DENIALS // 2,
+        max_examples=DENIALS,
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -193,3 +213,189 @@ def test_the_change_turns_the_verdict_round() -> None:
     print(dict(counted))
     assert counted["denied"] >= DENIALS
     assert counted["allowed"] >= DENIALS // 4
+
+
+# --- drops, reasons, words -------------------------------------------------------------------------------------------
+
+
+def drop_of(reason: Reason, direction: Direction, protocol: int, address: str, port: int) -> dict[str, object]:
+    """As `Drops` shows an event."""
+    own = "2001:db8:1::11" if ":" in address else "192.0.2.11"
+    source, destination = (own, address) if direction is Direction.EGRESS else (address, own)
+    return {
+        "time": "2026-02-03T04:05:06.789+00:00",
+        "endpoint": 1,
+        "reason": reason.text,
+        "audited": False,
+        "direction": direction.name.lower(),
+        "protocol": PROTOCOL_NAMES.get(protocol, str(protocol)),
+        "source": source,
+        "destination": destination,
+        "port": port,
+        "identity": 2,
+        "rule": "no rule",
+        "names": [],
+        "why": None,
+    }
+
+
+def test_every_drop_resolves() -> None:
+    """For every reason, way, protocol and family: a rule or "no rule", number and sentence; and a packet where rules decide."""
+    world = World()
+    world.start(*policies_with(["203.0.113.0/24:443/tcp", "!198.51.100.0/24"], []))
+    explain = explain_in(world)
+    addresses = (("203.0.113.7", 443), ("198.51.100.9", 3), ("2001:db8::7", 128), ("224.0.0.1", 0))
+    packets = [(protocol, *end) for protocol in (0, 1, 6, 17, 41, 47, 58, 132, 255) for end in addresses]
+    of_rules = 0
+    for place, reason in enumerate(reason for reason in Reason if reason.is_drop):
+        for direction in Direction:
+            for protocol, address, port in packets if reason is Reason.DROP_POLICY else packets[place :: len(addresses) + 1]:
+                answer = at_once(explain.drop(drop_of(reason, direction, protocol, address, port)))
+                then, now = answer["then"], answer["now"]
+                assert isinstance(then, dict)
+                assert all(then[key] for key in ("reason", "number", "sentence", "rule")), then
+                if isinstance(now, dict) and now["reason"] in {"policy", "deny", "pass-policy", "pass-redirect"}:
+                    assert now["rule"], now
+                    of_rules += 1
+    assert of_rules > 100
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_has_its_number(reason: Reason) -> None:
+    """One that stands in verdict.h, where the step is said."""
+    text = (Path(__file__).parents[2] / "bpf" / "verdict.h").read_text().partition("*/\n/*")[2].partition("#ifndef")[0]
+    number, letter = re.fullmatch(r"(\d+)([a-e]?)", meaning(reason).number).groups()  # type: ignore[union-attr]
+    step = re.search(rf"^ \* *{number}\. (.*?)(?=^ \* *\d+\. |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert step is not None
+    assert not letter or re.search(rf"^ \* +{letter}\. ", step[1], re.MULTILINE)
+
+
+def test_the_drop_of_a_vanished_endpoint() -> None:
+    """What was said then stays; there is nobody to judge anew."""
+    world = World()
+    world.start(*policies_with([], []))
+    drop = drop_of(Reason.DROP_POLICY, Direction.EGRESS, 6, "203.0.113.7", 443) | {"endpoint": 9, "rule": "p:3"}
+    answer = at_once(explain_in(world, drops=[drop]).explained({"drop": 1}))
+    assert answer["then"]["rule"] == "p:3"  # type: ignore[index]
+    assert answer["now"] is None
+    with pytest.raises(ControlError, match="there is no 2"):
+        at_once(explain_in(world, drops=[drop]).explained({"drop": 2}))
+    with pytest.raises(ControlError, match="this is no drop"):
+        at_once(explain_in(world).explained({"drop": {"reason": "weather"}}))
+
+
+def test_what_no_policy_can_turn_round() -> None:
+    """An address that is on no wire, and a source that is not the endpoint's: no change is proposed; the number says why."""
+    world = World()
+    world.start(*policies_with(["203.0.113.0/24"], []))
+    for target, number in (("127.0.0.1", "5"), ("2001:db8::7", "5")):
+        answer = explained(world, target, "tcp/443")
+        assert (answer["allowed"], answer["number"], answer["change"]) == (False, number, None)
+
+
+def test_under_audit() -> None:
+    """It passes, and what would drop it is said."""
+    world = World()
+    world.add_endpoint(1, "192.0.2.11", audit=True)
+    world.start(*policies_with(["!203.0.113.0/24"], []), endpoints={2: "192.0.2.12"})
+    answer = explained(world, "203.0.113.7", "tcp/443", endpoint="veth1")
+    assert (answer["allowed"], answer["audited"], answer["reason"], answer["rule"]) == (True, True, "deny", "list:2")
+
+
+def test_a_name_that_is_gone_is_asked_again() -> None:
+    """The history names it after its lifetime: the change opens it by name, and says that it has to be asked again."""
+    scene = Scene("b.test:443/tcp\na.test:80/tcp\n")
+    learned(scene, "a.test.", "203.0.113.7")
+    scene.at(4_000)
+    answer = explained(scene.world, "203.0.113.7", "tcp/443")
+    assert answer["names"][0]["expires_in"] is None
+    assert (answer["change"]["entry"], answer["change"]["after_asking"]) == ("a.test:443/tcp", "a.test.")
+    assert answer["would_open"] == [{"selector": "fqdn:b.test.", "rule": "p:1"}]
+
+
+def test_a_difference_is_shown() -> None:
+    """A row that the kernel lost, and one that it has and nobody wants."""
+    scene = Scene("a.test:443/tcp\n")
+    learned(scene, "a.test.", "203.0.113.7")
+    rows = scene.world.kernel.rows[Table.IPCACHE]
+    key = IpcacheKey(1, Prefix.of(packed("203.0.113.7")))
+    identity = rows.pop(key)
+    answer = explained(scene.world, "203.0.113.7", "tcp/443")
+    assert not answer["allowed"]
+    assert answer["differences"] == [f"ipcache row 1 203.0.113.7/32: the agent wants {identity}, the kernel has no row"]
+    rows[key] = identity
+    rows[IpcacheKey(1, Prefix.parse("198.51.100.0/24"))] = identity
+    answer = explained(scene.world, "198.51.100.9", "tcp/443")
+    assert answer["allowed"]
+    assert len(answer["differences"]) == 1
+    assert explained(scene.world, "198.51.100.9")["differences"] == answer["differences"]
+
+
+def test_an_endpoint_is_meant_by_number_interface_or_label() -> None:
+    """Of several one has to be said for a packet; a name and an address are answered for each."""
+    world = World()
+    world.start(*policies_with(["203.0.113.0/24:443/tcp"], []), endpoints={1: "192.0.2.11", 2: "192.0.2.12"})
+    for text in ("2", "veth2", "app=e2"):
+        assert explained(world, "203.0.113.7", "tcp/443", endpoint=text)["question"]["endpoint"] == 2
+    with pytest.raises(ControlError, match="--endpoint with one of veth1, veth2"):
+        explained(world, "203.0.113.7", "tcp/443")
+    assert [row["endpoint"] for row in explained(world, "203.0.113.7")["endpoints"]] == [1, 2]
+    assert [row["endpoint"] for row in explained(world, "a.test")["endpoints"]] == [1, 2]
+
+
+def test_a_flow_is_judged_by_what_it_remembers() -> None:
+    """Its identity and set, and what becomes of its next packet, beside the verdict of a new flow."""
+    scene = Scene("a.test:443/tcp\n")
+    learned(scene, "a.test.", "203.0.113.7")
+    tables, now = WorldTables(scene.world), scene.world.now
+    identity = scene.world.kernel.rows[Table.IPCACHE][IpcacheKey(1, Prefix.of(packed("203.0.113.7")))]
+    flow = Flow(
+        1, packed("192.0.2.11"), packed("203.0.113.7"), 50_000, 443, 6, int(str(identity)), 1, 1, Direction.EGRESS,
+        FlowState.LIVE, False, False, now - 5, now + 100, 443, True, False,
+    )  # fmt: skip
+    ended = flow._replace(local_port=50_001, state=FlowState.ENDED, last=now - 9)
+    other = flow._replace(remote_port=80, policy_port=80)
+    tables.kept += [ended, flow, other]
+    asked = {"target": "203.0.113.7", "packet": "tcp/443"}
+    shown: Any = at_once(explain_in(scene.world, tables).explained(asked))
+    assert [(one["state"], one["next_packet"], one["next_passes"]) for one in shown["flows"]] == [
+        ("live", "pass-flow", True),
+        ("ended", "flow-ended", False),
+    ]
+    scene.apply("b.test\n")
+    shown = at_once(explain_in(scene.world, tables).explained(asked))
+    assert [one["next_packet"] for one in shown["flows"]] == ["policy", "policy"], "what an ended flow sends is judged anew"
+
+
+def test_policies_that_are_not_in_force(tmp_path: Path) -> None:
+    """The verdict is theirs, with the names known now, and nothing is put in force; a mistake in them is a sentence."""
+    scene = Scene("a.test:443/tcp\n")
+    learned(scene, "a.test.", "203.0.113.7")
+    other = tmp_path / "other.list"
+    other.write_text("a.test:80/tcp\n")
+    files = [str(other)]
+    assert not explained(scene.world, "203.0.113.7", "tcp/443", policies=files)["allowed"]
+    answer = explained(scene.world, "203.0.113.7", "tcp/80", policies=files)
+    assert (answer["allowed"], answer["rule"]) == (True, f"{other}:1")
+    assert explained(scene.world, "203.0.113.7", "tcp/443")["allowed"]
+    assert explained(scene.world, "b.test", policies=files)["endpoints"][0]["change"]["entry"] == "b.test"
+    other.write_text("a.test:80/nonsense\n")
+    with pytest.raises(ControlError, match="is no protocol"):
+        explained(scene.world, "203.0.113.7", "tcp/80", policies=files)
+
+
+_ASKING: Final = "    - toPorts: [{ports: [{port: '53'}], rules: {dns: [{matchName: a.test}]}}]\n"
+
+
+@pytest.mark.parametrize("policy", ["a.test\n", f"{_HEAD}  egress:\n{_ASKING}"])
+def test_the_change_for_a_name(policy: str) -> None:
+    """Where DNS is implied a name opens itself; where a rule speaks of DNS it is told to as well. A line out closes it."""
+    scene = Scene(policy)
+    answer = explained(scene.world, "b.test", "tcp/443")["endpoints"][0]
+    assert not answer["may_ask"]
+    text = answer["change"]["policy"]
+    scene.world.apply(*policies_of(policy), *policies_of(text))
+    scene.world.advance(0.0)
+    allowed = explained(scene.world, "b.test")["endpoints"][0]
+    assert allowed["may_ask"], text
+    assert allowed["change"]["take_out"]

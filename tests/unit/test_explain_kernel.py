@@ -99,8 +99,8 @@ def test_the_kernels_verdict(kernel: KernelJudge) -> None:
         own = (packed(CLIENT), packed(CLIENT6))
         added = EndpointAdded(1, "lo", IFINDEX, {"app": "e1"}, own, audit=audit and len(policies) > 2)
         other = EndpointAdded(2, "veth2", 102, {"app": "e2"}, (packed("192.0.2.12"),))
-        for event in (HostAddresses(frozenset({packed(HOST)})), added, other, PoliciesChanged(tuple(policies), "start")):
-            world.handle(event)
+        for known in (HostAddresses(frozenset({packed(HOST)})), added, other, PoliciesChanged(tuple(policies), "start")):
+            world.handle(known)
         for source in sorted(SOURCES):
             world.handle(SourceReported(source))
         world.advance(0.0)

@@ -1,0 +1,312 @@
+"""What is checked, one after the other, with the real agent in the host's namespace."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import yaml
+
+from agent.control import ControlError
+from agent.control.client import Control
+from agent.core.types import Address, packed, text_of
+from agent.datapath.datapath import what_is_missing_of_bpffs, what_is_missing_of_rights
+from agent.dns.wire import Rcode
+from agent.selftest import internet
+from agent.selftest.capture import Capture, Packet, missing
+from agent.selftest.internet import EXPIRING, EXPIRING_ADDRESS, PORT, STEADY, STEADY_ADDRESS, STRANGERS, Internet
+from agent.selftest.network import NAME_SERVER, TOOLS, Lacking, Network
+
+POLICY: Final = f"*.test:{PORT}/tcp\n*.test:{PORT}/udp\n"
+DENIED: Final = "denied.example"
+# The first start on a machine compiles the datapath.
+READY_S_MAX: Final = 60.0
+PATIENCE_S: Final = 3.0
+EXPIRY_S_MAX: Final = 10.0
+# Around the restart: a datagram each, and sometimes more.
+PAUSE_S: Final = 0.002
+CONNECT_EVERY: Final = 10
+STRANGER_EVERY: Final = 25
+AFTER_RESTART_S: Final = 0.5
+
+
+class Check(NamedTuple):
+    """said: what was seen, in figures."""
+
+    check: str
+    is_good: bool
+    said: str
+
+
+def what_is_missing() -> str | None:
+    """Before anything is touched: the first thing this environment lacks."""
+    for tool in TOOLS:
+        if shutil.which(tool) is None:
+            return f"the command `{tool}` is missing: install iproute2 and util-linux"
+    problem = what_is_missing_of_rights() or what_is_missing_of_bpffs(Path("/sys/fs/bpf/namegate-selftest"))
+    return None if problem is None else problem.sentence
+
+
+def run(names: int, known_bad: Sequence[str] = ()) -> Iterator[Check]:
+    """Each check when it is over. Raises Lacking. known_bad: mistakes of agent/core/known_bad.py that the agent is to make."""
+    with Network() as network, Internet(network) as servers, contextlib.ExitStack() as stack:
+        captures = Capture(network, "client", "eth0"), Capture(network, "internet", "eth0")
+        for capture in captures:
+            stack.callback(capture.close)
+        agent = stack.enter_context(_Agent(network, known_bad))
+        agent.start()
+        stack.enter_context(network.inside("client"))
+        checks = _Checks(agent, servers, *captures)
+        yield checks.unresolved_addresses()
+        yield checks.fresh_names(names)
+        yield checks.denied_name()
+        yield checks.end_of_a_lifetime()
+        yield checks.restart()
+        yield checks.nothing_else()
+        if checks.near.lost or checks.far.lost:
+            raise Lacking(f"the captures lost {checks.near.lost + checks.far.lost} packets: this run proves nothing, try again")
+
+
+class _Agent:
+    """By its command, in the host's namespace."""
+
+    def __init__(self, network: Network, known_bad: Sequence[str]) -> None:
+        self._network = network
+        self._control = Control(network.control, patience=10)
+        self._known_bad = known_bad
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = network.directory / "agent.log"
+        policy, self._file = network.directory / "policy.txt", network.directory / "namegate.yaml"
+        policy.write_text(POLICY, encoding="ascii")
+        config = {
+            "endpoints": [{"interface": "ep0", "addresses": ["192.0.2.2", "2001:db8:1::2"]}],
+            "policies": [str(policy)],
+            "dns": {
+                "upstreams": [NAME_SERVER],
+                "ttl-floor": "1s",
+                "keep-while-flow-seen": "1s",
+                "history-file": "none",
+            },
+            "control": {"socket": str(network.control)},
+            "datapath": {"pin-directory": str(network.pins)},
+            "testing": {"enabled": bool(known_bad), **({"known-bad": list(known_bad)} if known_bad else {})},
+        }
+        self._file.write_text(yaml.safe_dump(config), encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Returns when it enforces. Raises Lacking."""
+        self.begin()
+        until = time.monotonic() + READY_S_MAX
+        while not self.is_enforcing():
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise Lacking(f"the agent does not enforce here: {self._last_words()}")
+            time.sleep(0.02)
+        if self._known_bad:
+            # As from a loop that writes what has piled up: a write right behind the reply loses packets too, but not for sure.
+            self.ask("inject", delay=0.001)
+
+    def begin(self) -> None:
+        """It ends with this process, whatever ends this one."""
+        command = ("setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "agent", "agent", "-c", str(self._file))
+        with self._network.inside("host"), self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def ask(self, command: str, **arguments: object) -> Any:
+        return self._control.ask(command, **arguments)
+
+    def is_enforcing(self) -> bool:
+        with contextlib.suppress(ControlError):
+            return bool(self.ask("status")["state"] == "enforcing")
+        return False
+
+    def _last_words(self) -> str:
+        said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return said[-1] if said else "it says nothing"
+
+
+class _Checks:
+    """Called in the client's namespace."""
+
+    def __init__(self, agent: _Agent, servers: Internet, near: Capture, far: Capture) -> None:
+        self.near, self.far = near, far
+        self._agent = agent
+        self._servers = servers
+        self._resolved: set[Address] = set()  # the client was told
+        self._got_out = 0
+        self._questions = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._questions.settimeout(PATIENCE_S)
+        self._questions.connect((NAME_SERVER, 53))
+        self._asked = 0
+
+    def unresolved_addresses(self) -> Check:
+        """Nobody has asked for a name yet: nothing leads to these."""
+        refused = 0
+        for address in STRANGERS:
+            _say(address, b"stranger")
+            refused += _connect(packed(address)) == "refused"
+        near, far = self._captured()
+        tried = len({packet.remote for packet in near})
+        said = f"{tried} tried by TCP and UDP, {refused} refused at once, {len(far)} packets got out"
+        return Check("addresses that no name brought", tried == refused == len(STRANGERS) and not far, said)
+
+    def fresh_names(self, names: int) -> Check:
+        """The client connects the moment it has read the reply."""
+        reached, unanswered = 0, 0
+        for number in range(names):
+            is_v6 = number % 2 == 1
+            address = self._ask(internet.fresh_name(number), 16 if is_v6 else 4)
+            if address is None:
+                unanswered += 1
+            else:
+                reached += _connect(address) == "connected"
+        near, far = self._captured()
+        firsts = {packet.remote for packet in near if packet.is_first}
+        lost = {packet.remote for packet in missing((p for p in near if p.is_first), far)}
+        said = f"{len(firsts)} first packets, {len(lost)} lost, {reached} answered"
+        said += f"; {unanswered} questions without an answer" if unanswered else ""
+        return Check("fresh names, asked and connected at once", reached == len(firsts) == names and not lost, said)
+
+    def denied_name(self) -> Check:
+        code = self._ask_code(DENIED)
+        is_good = code in (Rcode.NXDOMAIN, Rcode.REFUSED) and DENIED not in self._servers.asked
+        told = "the name server never heard of it" if DENIED not in self._servers.asked else "the name server was ASKED"
+        return Check("a name that no rule allows", is_good, f"{Rcode(code).name if code is not None else 'no answer'}, {told}")
+
+    def end_of_a_lifetime(self) -> Check:
+        address = packed(EXPIRING_ADDRESS)
+        is_told = self._ask(EXPIRING, 4) == address
+        first = _connect(address)
+        until, began = time.monotonic() + EXPIRY_S_MAX, time.monotonic()
+        while time.monotonic() < until and any(row["name"] == f"{EXPIRING}." for row in self._agent.ask("names")):
+            time.sleep(0.1)
+        took_s = time.monotonic() - began
+        self._captured()
+        self._resolved.discard(address)
+        after = _connect(address)
+        _, far = self._captured()
+        is_good = is_told and first == "connected" and after == "refused" and not far
+        return Check("a lifetime that ends", is_good, f"{first}; {took_s:.1f} s later {after}, {len(far)} packets got out")
+
+    def restart(self) -> Check:
+        """Killed without warning and started again under traffic."""
+        address = self._ask(STEADY, 4)
+        self._captured()
+        traffic = _Traffic()
+        traffic.start()
+        time.sleep(AFTER_RESTART_S)
+        began = time.monotonic()
+        self._agent.kill()
+        time.sleep(AFTER_RESTART_S)
+        self._agent.start()
+        took_s = time.monotonic() - began
+        time.sleep(AFTER_RESTART_S)
+        traffic.stop()
+        near, far = self._captured()
+        meant = [packet for packet in near if packet.remote == address]
+        lost = missing(meant, far)
+        strange = len({packet.ports for packet in near if packet.remote != address})
+        out = sum(packet.remote != address for packet in far)
+        said = f"{took_s:.1f} s; {len(meant)} packets, {len(lost)} lost; {traffic.opened} of {traffic.tried} connections; "
+        said += f"{strange} to others, {out} got out"
+        is_good = address is not None and bool(meant) and not lost and not out
+        return Check("killed and started again", is_good and traffic.opened == traffic.tried and strange > 0, said)
+
+    def nothing_else(self) -> Check:
+        """All that was seen on the internet, in all of the checks."""
+        self._captured()
+        return Check("packets to what was not resolved", not self._got_out, f"{self._got_out} got out")
+
+    def _captured(self) -> tuple[list[Packet], list[Packet]]:
+        """What is there since the last time. What left the client before is on the internet by now, or is lost."""
+        near = self.near.read()
+        far = self.far.read()
+        self._got_out += sum(packet.remote not in self._resolved for packet in far)
+        return near, far
+
+    def _ask(self, name: str, octets: int) -> Address | None:
+        """The address at the end of the reply; nothing is looked at twice, the next packet is what counts."""
+        reply = self._exchange(name, is_v6=octets == 16)
+        if len(reply) < 12 or not reply[7]:
+            return None
+        address = reply[-octets:]
+        self._resolved.add(address)
+        return address
+
+    def _ask_code(self, name: str) -> int | None:
+        reply = self._exchange(name, is_v6=False)
+        return reply[3] & 15 if len(reply) >= 12 else None
+
+    def _exchange(self, name: str, *, is_v6: bool) -> bytes:
+        self._asked += 1
+        message = internet.question(self._asked, name, is_v6=is_v6)
+        with contextlib.suppress(OSError):
+            self._questions.send(message)
+            while True:
+                reply = self._questions.recv(4096)
+                if reply[:2] == message[:2]:
+                    return reply
+        return b""
+
+
+class _Traffic(threading.Thread):
+    """To the steady address all the time, and sometimes to others. Threads are where they were started: with the client."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.tried = self.opened = 0
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flow:
+            flow.connect((STEADY_ADDRESS, PORT))
+            count = 0
+            while not self._is_over.wait(PAUSE_S):
+                count += 1
+                flow.send(count.to_bytes(4, "big"))
+                if count % CONNECT_EVERY == 0:
+                    self.tried += 1
+                    self.opened += _connect(packed(STEADY_ADDRESS)) == "connected"
+                if count % STRANGER_EVERY == 0:
+                    _say(STRANGERS[0], count.to_bytes(4, "big"))
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
+def _connect(address: Address) -> str:
+    """`connected`, `refused` or `no answer`: to an address that answers a millisecond is long."""
+    family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_STREAM) as stream:
+        stream.setblocking(False)
+        stream.connect_ex((text_of(address), PORT))
+        if not select.select([], [stream], [], 0.5)[1]:
+            return "no answer"
+        return "refused" if stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) else "connected"
+
+
+def _say(address: str, datagram: bytes) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        opened.sendto(datagram, (address, PORT))
