@@ -22,8 +22,9 @@ _TTL_S: Final = 300
 _EXPIRING_TTL_S: Final = 1
 
 
-def fresh_name(number: int) -> str:
-    return f"n{number}.test"
+def fresh_names(number: int) -> tuple[str, str]:
+    """Two of one address."""
+    return f"n{number}.test", f"m{number}.test"
 
 
 def fresh_address(number: int, *, is_v6: bool) -> Address:
@@ -46,7 +47,7 @@ def _answer(message: bytes) -> tuple[str, bytes]:
         at += 1 + message[at]
     name, end = ".".join(labels).lower(), at + 5
     kind = int.from_bytes(message[at + 1 : at + 3], "big")
-    fresh = re.fullmatch(r"n(\d+)\.test", name)
+    fresh = re.fullmatch(r"[mn](\d+)\.test", name)
     known = {STEADY: (STEADY_ADDRESS, _TTL_S), EXPIRING: (EXPIRING_ADDRESS, _EXPIRING_TTL_S)}
     data, ttl_s = b"", _TTL_S
     if fresh is not None:

@@ -100,7 +100,7 @@ def suppose(situation: Situation) -> Generator[None, None, Grounds]:
         raise ControlError(f"these policies cannot be in force: {error}", 1)
     scope = engine.groups.endpoints[added.endpoint].scope
     # What was learned for everybody is there in a scope of the endpoint's own too, the other way round it is not.
-    known = [(name, address) for of, name, address in sorted(situation.pairs) if of in (scope, SCOPE_SHARED)]
+    known = [(name, address) for of, name, address in sorted(situation.pairs) ]
     for name, address in (*known, *([situation.asked] if situation.asked is not None else [])):
         try:
             engine.names.learn(name, [(address, _LEARNED_FOR_S)], scope, situation.now)

