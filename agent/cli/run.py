@@ -41,7 +41,7 @@ class Command(click.Command):
             raise NotRun(str(problem)) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it must not end with an exit code that could be COMMAND's
             if context.obj.debug:
                 import traceback
 

@@ -114,7 +114,7 @@ class Firewall:
         return self._obstacles([Question(device, protocol) for protocol in _PROTOCOLS])
 
     def obstacles_behind(self, device: str, uplink: str) -> list[Obstacle]:
-        """The chains that drop what comes by this device and is sent on, or its replies. uplink: empty where it may be several."""
+        """The chains that drop what comes by this device and is sent on, or its replies. uplink: empty where it may be any."""
         there = [Question(device, protocol, uplink, None, hooks=_FORWARD_HOOKS) for protocol in _PROTOCOLS]
         back = [Question(uplink, protocol, device, None, "established", _FORWARD_HOOKS) for protocol in _PROTOCOLS]
         return self._obstacles([*there, *back])

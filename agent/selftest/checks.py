@@ -188,8 +188,8 @@ class _Checks:
         return Check("fresh names, connected at once", answered == len(firsts) == names and not lost, said)
 
     def _ask_and_connect(self, numbers: Sequence[int]) -> list[str]:
-        """Two names of each address are asked at a time, and the first reply counts: both have to wait for the one row. The
-        next address is asked while its row is being written: its replies have to wait for their own.
+        """A name is asked twice, with another of the same address, and the first reply counts: all have to wait for the one
+        row. The next address is asked while that is being written, and its replies have to wait for their own.
         """
         waiting: dict[bytes, int] = {}
         opened: dict[int, socket.socket] = {}
@@ -206,7 +206,8 @@ class _Checks:
 
         with contextlib.suppress(OSError):
             for number in numbers:
-                for name in internet.fresh_names(number):
+                one, other = internet.fresh_names(number)
+                for name in (one, one, other):
                     message = self._question(name, is_v6=number % 2 == 1)
                     waiting[message[:2]] = number
                     self._questions.send(message)

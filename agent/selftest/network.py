@@ -100,9 +100,11 @@ class Network:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second, impatient Ctrl-C must not end the removal
+        # A second, impatient Ctrl-C must not end the removal.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         self._undo.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     @property
     def control(self) -> Path:

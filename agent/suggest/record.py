@@ -107,7 +107,6 @@ class Recorder:
                 while not self._is_over(until):
                     self._wait_for_an_agent(file, endpoints, until)
             finally:
-                file.flush()
                 os.fsync(file.fileno())
 
     def _asked_into(self, file: IO[bytes]) -> Callable[[], Iterable[Row]]:
@@ -154,6 +153,7 @@ class Recorder:
     def _write(self, file: IO[bytes], rows: Iterable[Row]) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         self._octets += file.write(text.encode())
+        file.flush()
 
 
 def _private(path: str, flags: int) -> int:

@@ -173,6 +173,10 @@ class Explain:
             raise ControlError(f"say which endpoint: --endpoint with one of {names}")
         return found[0]
 
+    def _still_there(self, endpoints: Iterable[EndpointAdded]) -> Iterator[EndpointAdded]:
+        """One by one: between two slices an endpoint may go."""
+        return (added for added in endpoints if added.endpoint in self._engine.groups.endpoints)
+
     def _situation(self, added: EndpointAdded, about: Asked | Address | str, policies: tuple[Policy, ...] | None) -> Situation:
         """about: a packet, everything about an address, or a name. policies: None for those in force."""
         engine, remote = self._engine, about.remote if isinstance(about, Asked) else about
@@ -198,23 +202,25 @@ class Explain:
     # --- a packet ----------------------------------------------------------------------------------------------------
 
     def packet(self, added: EndpointAdded, asked: Asked, policies: tuple[Policy, ...] | None = None) -> Steps[Row]:
-        engine, now = self._engine, self._clock()
-        scopes = engine.groups.scopes_of(added.endpoint)
+        """policies: None for those in force."""
         situation = self._situation(added, asked, policies)
-        names = names_row(engine, asked.remote, now, scopes=scopes)
-        if policies is None:
-            row = packet_row(Grounds(engine, self._tables), added, asked, now)
-            wanted = judge(wanted_rows(engine), added, asked, now)
-            there = judge(self._tables, added, asked, now)
-            row["differences"] = [str(each) for each in differences(engine, there.model, wanted.model)]
-        else:
-            row = supposed_row((yield from suppose(situation)), added, asked, now)
-        row["names"] = names
-        row["would_open"] = would_open(situation.policies, asked) if row["reason"] == Reason.DROP_POLICY.text else []
-        row["flows"] = yield from self._flows(added, asked)
+        names = names_row(self._engine, asked.remote, situation.now, scopes=self._engine.groups.scopes_of(added.endpoint))
+        row = yield from self._verdict(situation, asked, is_in_force=policies is None)
         in_order = sorted(names, key=lambda seen: seen["expires_in"] is None)  # those that are open first
         found = yield from change(situation, asked, [str(seen["name"]) for seen in in_order][:_NAMES_TRIED_MAX])
+        row["names"] = names
+        row["would_open"] = would_open(situation.policies, asked) if row["reason"] == Reason.DROP_POLICY.text else []
+        row["flows"] = (yield from self._flows(added, asked)) if policies is None else []
         row["change"] = found.row() if found is not None else None
+        return row
+
+    def _verdict(self, situation: Situation, asked: Asked, *, is_in_force: bool) -> Steps[Row]:
+        added, now = situation.added, self._clock()
+        if not is_in_force:
+            return supposed_row((yield from suppose(situation)), added, asked, now)
+        there, wanted = judge(self._tables, added, asked, now), judge(wanted_rows(self._engine), added, asked, now)
+        row = packet_row(Grounds(self._engine, self._tables), added, asked, now)
+        row["differences"] = [str(each) for each in differences(self._engine, there.model, wanted.model)]
         return row
 
     def _flows(self, added: EndpointAdded, asked: Asked) -> Steps[list[Row]]:
@@ -235,7 +241,7 @@ class Explain:
         """What it is to each endpoint, and what is open."""
         rows: list[Row] = []
         differing: list[Difference] = []
-        for added in endpoints:
+        for added in self._still_there(endpoints):
             if policies is None:
                 grounds = Grounds(self._engine, self._tables)
                 differing += self._differences_about(added, address)
@@ -275,16 +281,17 @@ class Explain:
         pairs = sorted(engine.dns_cache.pairs_of(name))
         rows: list[Row] = []
         differing: list[str] = []
-        for added in endpoints:
-            situation = self._situation(added, name, policies)
+        for added in self._still_there(endpoints):
+            situation, scopes = self._situation(added, name, policies), engine.groups.scopes_of(added.endpoint)
+            addresses = dict.fromkeys(pair.address for pair in pairs if packet is not None and pair.scope in scopes)
+            asked = [read_packet(text_of(address), str(packet), Direction.EGRESS) for address in addresses]
+            abouts = [(self._situation(added, each, policies), each) for each in asked]
             grounds = Grounds(engine, self._tables) if policies is None else (yield from suppose(situation))
             row = question_row(grounds, added, name)
             packets: list[Row] = []
-            for pair in pairs if packet is not None else ():
-                if pair.scope in engine.groups.scopes_of(added.endpoint):
-                    asked = read_packet(text_of(pair.address), str(packet), Direction.EGRESS)
-                    packets.append((yield from self.packet(added, asked, policies)))
-                    differing += _strings(packets[-1]["differences"])
+            for about, each in abouts:
+                packets.append((yield from self._verdict(about, each, is_in_force=policies is None)))
+                differing += _strings(packets[-1]["differences"])
             opened = read_packet("192.0.2.1", packet, Direction.EGRESS) if packet is not None else None
             found = yield from name_change(situation, name, opened)
             row["packets"] = packets

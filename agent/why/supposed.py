@@ -25,10 +25,10 @@ from agent.core.events import (
 )
 from agent.core.identity import NoRoom
 from agent.core.names import NamePattern
-from agent.core.policy import speaks_of_dns
+from agent.core.policy import PROTOCOLS_OF_DNS, speaks_of_dns
 from agent.core.rules import Cidr, Endpoints, Fqdn, Peer, Policy, Rule
 from agent.core.settings import Settings
-from agent.core.types import SCOPE_SHARED, Address, Key, Prefix, Table, Value
+from agent.core.types import PORT_DNS, SCOPE_SHARED, Address, Direction, Key, Prefix, Table, Value
 from agent.why.asked import Asked
 from agent.why.rows import Grounds, KeptRows
 
@@ -100,7 +100,7 @@ def suppose(situation: Situation) -> Generator[None, None, Grounds]:
         raise ControlError(f"these policies cannot be in force: {error}", 1)
     scope = engine.groups.endpoints[added.endpoint].scope
     # What was learned for everybody is there in a scope of the endpoint's own too, the other way round it is not.
-    known = [(name, address) for of, name, address in sorted(situation.pairs) ]
+    known = [(name, address) for of, name, address in sorted(situation.pairs) if of in (scope, SCOPE_SHARED)]
     for name, address in (*known, *([situation.asked] if situation.asked is not None else [])):
         try:
             engine.names.learn(name, [(address, _LEARNED_FOR_S)], scope, situation.now)
@@ -117,8 +117,8 @@ def suppose(situation: Situation) -> Generator[None, None, Grounds]:
 def _narrowed(situation: Situation) -> Generator[None, None, tuple[Policy, ...]]:
     """Without the names and networks that say nothing of what is asked about: ten thousand rules are compiled in seconds.
 
-    Whole are the rules that speak of DNS, for they decide over the endpoint's scope; and all, where the packet is a question,
-    for each name is a rule about port 53.
+    Whole are the rules that speak of DNS, and all of them where the packet is a question, for each name is a rule about port 53.
+    A network that is open at every port is a server too, by which the endpoint learns in a scope of its own: one is kept.
     """
     about = situation.about
     if about is None or (not isinstance(about, str) and about.is_question):
@@ -127,11 +127,15 @@ def _narrowed(situation: Situation) -> Generator[None, None, tuple[Policy, ...]]
     names |= {situation.asked[0]} if situation.asked is not None else set()
     remote = None if isinstance(about, str) else Prefix.of(about.remote)
     narrowed: list[Policy] = []
+    has_server = False
     for policy in situation.policies:
         rules: list[Rule] = []
         for place, rule in enumerate(policy.rules):
             if rule.peers and not speaks_of_dns(rule):
                 peers = tuple(peer for peer in rule.peers if _may_select(peer, names, remote))
+                servers = tuple(peer for peer in rule.peers if isinstance(peer, Cidr)) if _opens_dns(rule) else ()
+                if servers and not has_server:
+                    peers, has_server = tuple(dict.fromkeys((*peers, servers[0]))), True
                 # Port 53 is intercepted where there is any rule of egress; one that is for nobody will do.
                 if not peers and any(each.direction is rule.direction for each in rules):
                     continue
@@ -142,6 +146,15 @@ def _narrowed(situation: Situation) -> Generator[None, None, tuple[Policy, ...]]
         narrowed.append(replace(policy, rules=tuple(rules)))
         yield
     return tuple(narrowed)
+
+
+def _opens_dns(rule: Rule) -> bool:
+    """At every port, and so at 53; what names the port speaks of DNS (`speaks_of_dns`)."""
+    if rule.direction is not Direction.EGRESS or rule.deny:
+        return False
+    return rule.ports is None or any(
+        each.protocol in PROTOCOLS_OF_DNS and each.first <= PORT_DNS <= each.last for each in rule.ports
+    )
 
 
 def _may_select(peer: Peer, names: Collection[str], remote: Prefix | None) -> bool:

@@ -5,6 +5,7 @@ Most tests do the same with and without it, and compare what the terminal shows.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -100,14 +101,15 @@ def test_a_job_that_was_in_the_background_reads(terminal: Typed, tmp_path: Path)
     """Fetched while it runs, of which nobody is told: it has the terminal all the same when it wants it."""
 
     def do(run: str) -> str:
-        flag = tmp_path / f"go{bool(run)}"
-        terminal.line(f"{run}sh -c 'echo star''ted; until [ -e $0 ]; do sleep 0.02; done; read line; echo got $line' {flag}")
+        fifo = tmp_path / f"go{bool(run)}"
+        os.mkfifo(fifo)
+        terminal.line(f"{run}sh -c 'echo star''ted; read go < $0; read line; echo got $line' {fifo}")
         terminal.expect("started\n")
         terminal.type("\x1a")
         terminal.expect(terminal.PROMPT)
         terminal.say("bg")
         terminal.hand_over("fg")
-        flag.touch()
+        fifo.write_text("go\n")
         terminal.line("words")
         terminal.expect("words\n")
         return terminal.expect(terminal.PROMPT)

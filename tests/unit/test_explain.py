@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from agent.cli import main
+from agent.cli.environment import Environment
 from agent.control import ControlError
 from agent.core.events import EndpointAdded, Tick
 from agent.core.rules import Policy
@@ -244,11 +247,8 @@ def test_a_change_that_ends_a_scope() -> None:
         scene.world.now,
     )
     asked = read_packet("198.51.100.9", "tcp/443", Direction.EGRESS)
-    for situation, reason in (
-        (situation, Reason.DROP_POLICY),
-        (replace(situation, asked=("a.test.", asked.remote)), Reason.PASS_POLICY),
-    ):
-        grounds = at_once(suppose(situation))
+    for question, reason in ((None, Reason.DROP_POLICY), (("a.test.", asked.remote), Reason.PASS_POLICY)):
+        grounds = at_once(suppose(replace(situation, asked=question)))
         assert judge(grounds.rows, situation.added, asked, situation.now).judgement.reason is reason
 
 
@@ -436,3 +436,28 @@ def test_the_change_for_a_name(policy: str) -> None:
     allowed = explained(scene.world, "b.test")["endpoints"][0]
     assert allowed["may_ask"], text
     assert allowed["change"]["take_out"]
+
+
+def test_policies_without_an_agent(tmp_path: Path) -> None:
+    """A packet to a network is judged without root and without anything that runs; what a name would open is said."""
+    policies = tmp_path / "p.list"
+    policies.write_text("203.0.113.0/24:443/tcp\na.test:80/tcp\n")
+    environment = Environment(is_root=lambda: False)
+
+    def call(*arguments: str) -> tuple[int, str]:
+        result = CliRunner(env={"NAMEGATE_CONTROL": None}).invoke(main, ["explain", *arguments], obj=environment)
+        return result.exit_code, result.output
+
+    code, said = call("--policy", str(policies), "203.0.113.7", "tcp/443")
+    assert (code, f"{policies}:1" in said, "no agent was asked" in said) == (0, True, True)
+    code, said = call("--policy", str(policies), "198.51.100.7", "tcp/80")
+    assert code == 1
+    assert f"were it an address of fqdn:a.test. ({policies}:2)" in said
+    assert "add to a list: 198.51.100.7:80/tcp" in said
+    assert call("--policy", str(policies), "a.test")[0] == 2
+    assert call("198.51.100.7", "tcp/80")[0] == 2
+    only_of_build = _HEAD.replace("endpointSelector: {}", "endpointSelector: {matchLabels: {app: build}}")
+    policies.with_suffix(".yaml").write_text(f"{only_of_build}  egress:\n    - toCIDR: [203.0.113.7/32]\n")
+    for labels, expected in (("app=build", 1), ("app=web", 0)):
+        asked = ("--policy", str(policies.with_suffix(".yaml")), "--endpoint", labels, "203.0.113.9", "tcp/443")
+        assert call(*asked)[0] == expected
