@@ -115,9 +115,9 @@ def suppose(situation: Situation) -> Generator[None, None, Grounds]:
 
 
 def _narrowed(situation: Situation) -> Generator[None, None, tuple[Policy, ...]]:
-    """Without the names and networks that say nothing of what is asked about: ten thousand rules are compiled in seconds.
+    """Without the names and networks that say nothing of what is asked about: ten thousand rules take seconds to compile.
 
-    Whole are the rules that speak of DNS, and all of them where the packet is a question, for each name is a rule about port 53.
+    Whole are the rules that speak of DNS, and all where the packet is a question, for each name is a rule about port 53.
     A network that is open at every port is a server too, by which the endpoint learns in a scope of its own: one is kept.
     """
     about = situation.about

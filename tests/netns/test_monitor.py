@@ -1,6 +1,6 @@
 """`monitor` and `top` before a person's eyes, before Hubble's tools, and stopped.
 
-MONITOR_FLOOD_S and MONITOR_DENIED_FLOWS make more of it.
+MONITOR_FLOOD_S is how long the flood lasts at least.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from typing import Any, Final
 
 import pytest
 
+from agent.datapath.abi import SETTING_TELL_OPENED
 from tests.netns.asking import ask, connect
 from tests.netns.lab import NAME_SERVERS, Lab, built
 from tests.netns.running import RunningAgent
+from tests.netns.sending import rows
 from tests.netns.watching import Terminal, look
 
 pytestmark = pytest.mark.root
 
 FLOOD_S: Final = float(os.environ.get("MONITOR_FLOOD_S", "0.5"))
-DENIED_FLOWS: Final = int(os.environ.get("MONITOR_DENIED_FLOWS", "5000"))
+DENIED_FLOWS: Final = 100_000
 PER_SECOND: Final = 5_000
 POLICY: Final = "a.test:443/tcp\n"
 RECORDS: Final = {"a.test.": ["A 198.51.100.7"], "b.test.": ["A 198.51.100.8"]}
@@ -144,7 +146,7 @@ def test_a_reader_that_stands_still_loses_lines_and_nothing_else(agent: RunningA
 
     def seen() -> tuple[int, int]:
         rows = monitor.rows()
-        told = sum(row["kind"] == "drop" and row["destination"].startswith("198.18.") for row in rows)
+        told = sum(row["kind"] == "drop" and row["port"] == 9 for row in rows)
         return told, sum(row["count"] for row in rows if row["kind"] == "lost")
 
     deadline = time.monotonic() + 60
@@ -191,3 +193,28 @@ def test_hubbles_tools_make_a_policy_of_it(agent: RunningAgent, tmp_path: Path) 
     )
     assert checked.returncode == 0, checked.stdout + made.read_text()
     assert "port: '443'" in made.read_text()
+
+
+def test_what_nobody_wants_to_hear_is_not_told(agent: RunningAgent, tmp_path: Path) -> None:
+    """The kernel tells of allowed flows while somebody listens to them, and no longer: also when the listener was killed."""
+
+    def tells(wanted: bool) -> bool:
+        deadline = time.monotonic() + 10
+        while (found := bool(_settings(agent)[SETTING_TELL_OPENED])) != wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
+
+    assert not tells(wanted=False)
+    denials = Written(agent, tmp_path / "denials.jsonl", "--verdict", "denied", "-o", "json")
+    assert not _settings(agent)[SETTING_TELL_OPENED]
+    everything = Written(agent, tmp_path / "everything.jsonl", "-o", "json")
+    assert tells(wanted=True)
+    everything.process.kill()
+    assert not tells(wanted=False)
+    assert denials.end() == 130
+
+
+def _settings(agent: RunningAgent) -> dict[int, int]:
+    return {
+        int.from_bytes(key, sys.byteorder): int.from_bytes(value[0], sys.byteorder) for key, value in rows(agent, "settings")
+    }

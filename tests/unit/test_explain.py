@@ -252,6 +252,17 @@ def test_a_change_that_ends_a_scope() -> None:
         assert judge(grounds.rows, situation.added, asked, situation.now).judgement.reason is reason
 
 
+def test_a_network_that_is_a_server_too() -> None:
+    """Open at every port it may be asked, so the endpoint learns for itself alone; supposed, it does as well."""
+    scene = Scene("a.test:443/tcp\n192.0.2.53\n")
+    scope = scene.world.engine.groups.endpoints[1].scope
+    assert scope != SCOPE_SHARED
+    scene.world.engine.names.learn("a.test.", [(packed("198.51.100.9"), 60)], scope, scene.world.now)
+    scene.world.handle(Tick())
+    answer = explained(scene.world, "198.51.100.9", "tcp/443")
+    assert (answer["allowed"], answer["change"]["entry"]) == (True, "!198.51.100.9:443/tcp")
+
+
 # --- drops, reasons, words -------------------------------------------------------------------------------------------
 
 
