@@ -7,6 +7,7 @@ Rule 2: an agent for runs ends when nobody has held a lease for IDLE_S.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -28,6 +29,9 @@ from agent.leases import Lease
 LEASE_KEPT_S: Final = 5.0
 IDLE_S: Final = 2.0
 POLICED_S_MAX: Final = 30.0
+
+
+log = logging.getLogger("namegate")
 
 
 class World(Protocol):
@@ -61,6 +65,7 @@ class Attaching:
     ) -> None:
         self.leases: dict[int, Lease] = {}
         self.problems: dict[str, list[str]] = {}  # by who reported them
+        self.warnings: dict[str, list[str]] = {}
         self._world = world
         self._attachments = attachments
         self._device = device
@@ -125,6 +130,8 @@ class Attaching:
             self._clear()
             raise
         self._coming.discard(ifindex)
+        for warning in arguments.get("warnings") or ():
+            log.warning("%s: %s", interface, warning)
         answer: Row = {"endpoint": number, "interface": interface}
         if attachment.owner != LEASE:
             return answer
@@ -261,8 +268,10 @@ class Attaching:
         await self._world.hooks.at_rest()
         return {"container": attached.name, "interfaces": attached.interfaces, "warnings": attached.warnings}
 
-    def _report(self, owner: str, found: Mapping[int, EndpointSettings] | None, problems: Sequence[str]) -> None:
-        self.problems[owner] = list(problems)
+    def _report(
+        self, owner: str, found: Mapping[int, EndpointSettings] | None, problems: Sequence[str], warnings: Sequence[str]
+    ) -> None:
+        self.problems[owner], self.warnings[owner] = list(problems), list(warnings)
         if found is not None and self._attachments.report(owner, found):
             self._world.look_around()
 

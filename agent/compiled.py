@@ -1,7 +1,5 @@
 """The same code, compiled: the core and the DNS path as machine code, made from these very files by mypyc (scripts/compile).
 
-So are the few other modules that a new address goes through: the journal, and the tables' edge to the kernel.
-
 Python's own evaluation is most of what a question costs. The files are typed throughout, and from that mypyc makes an extension
 module for each that does the same in less than half of the time.
 
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = ("core", "dns")
-MODULES: Final = ("state.py", "datapath/abi.py", "datapath/maps.py")
 STAMP: Final = "stamp"
 
 _ROOT: Final = Path(__file__).parent
@@ -31,8 +28,7 @@ def directory() -> Path:
 
 def sources() -> list[Path]:
     """The files that are compiled. Packages' own are empty."""
-    in_packages = (path for package in PACKAGES for path in (_ROOT / package).glob("*.py") if path.name != "__init__.py")
-    return sorted((*in_packages, *(_ROOT / module for module in MODULES)))
+    return sorted(path for package in PACKAGES for path in (_ROOT / package).glob("*.py") if path.name != "__init__.py")
 
 
 def stamp() -> str:
@@ -51,7 +47,7 @@ def is_in_use() -> bool:
 def use() -> bool:
     """Import compiled modules from now on, if there are any of these sources; says whether it is so."""
     made = directory()
-    if not sys.modules.keys().isdisjoint(map(_name, sources())):
+    if any(name.startswith(tuple(f"agent.{package}." for package in PACKAGES)) for name in sys.modules):
         return False  # too late
     try:
         is_current = (made / STAMP).read_text(encoding="ascii") == stamp()
@@ -59,11 +55,6 @@ def use() -> bool:
         return False
     if is_current:
         sys.path.append(str(made))  # for the module that all the others are parts of
-        for package in {path.parent for path in sources()}:
-            importlib.import_module(_name(package)).__path__.insert(0, str(made / package.relative_to(_ROOT.parent)))
+        for package in PACKAGES:
+            importlib.import_module(f"agent.{package}").__path__.insert(0, str(made / "agent" / package))
     return is_current
-
-
-def _name(path: Path) -> str:
-    """Of a module or a package."""
-    return ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts)

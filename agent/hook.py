@@ -26,7 +26,7 @@ from typing import IO, Any, Final
 from agent.control import ControlError
 from agent.control.client import Control
 from agent.core.types import text_of
-from agent.host.peers import NotPoliced, behind_process
+from agent.host.peers import CAP_NET_ADMIN, NotPoliced, behind_process
 
 ANNOTATIONS: Final = "namegate."
 LABEL_ANNOTATION: Final = "namegate.label."
@@ -44,7 +44,9 @@ def run(settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     as the OCI runtime specification has it. Raises Unprotected.
     """
     try:
-        behind = behind_process(int(state["pid"]))
+        pid = int(state["pid"])
+        capabilities = 1 << CAP_NET_ADMIN if _administers(state) else 0
+        behind = behind_process(pid, capabilities)
     except NotPoliced as error:
         if error.is_harmless:
             return
@@ -57,9 +59,19 @@ def run(settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     try:
         for peer in behind.peers:
             addresses = [text_of(address) for address in peer.addresses]
-            control.ask("attach", interface=peer.interface, addresses=addresses, hook=True, **said)
+            control.ask(
+                "attach", interface=peer.interface, addresses=addresses, hook=True, warnings=list(behind.warnings), **said
+            )
     except ControlError as error:
         raise Unprotected(error.sentence) from None
+    for warning in behind.warnings:
+        print(f"namegate: warning: {warning}", file=sys.stderr)
+
+
+def _administers(state: Mapping[str, Any]) -> bool:
+    """Will its root have CAP_NET_ADMIN? At this moment the process is still the runtime's, and has all."""
+    process = json.loads(Path(state["bundle"], "config.json").read_bytes()).get("process") or {}
+    return "CAP_NET_ADMIN" in ((process.get("capabilities") or {}).get("bounding") or ())
 
 
 def _labels(state: Mapping[str, Any]) -> dict[str, str]:

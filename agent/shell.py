@@ -583,7 +583,8 @@ class Shell:
             problems.append(self._holder.problem)
         is_starting = self._holder is not None and self._holder.is_starting
         counters = {**self._listeners.counters.as_dict(), **self._upstreams.counters.as_dict(), **self._verify.counters}
-        return Said(self._wrong, problems, is_starting, counters)
+        warnings = [warning for warnings in self._attaching.warnings.values() for warning in warnings]
+        return Said(self._wrong, problems, warnings, is_starting, counters)
 
     async def _apply(self, arguments: Mapping[str, object]) -> Row:
         files = arguments.get("files")

@@ -26,12 +26,13 @@ _SOUND: Final = frozenset({ENFORCING, AUDITED, OPEN})
 
 
 class Said(NamedTuple):
-    """What the shell knows besides. wrong: interface to the sentence that says why it is not policed as meant. counters: of the
-    edges, by what they count.
+    """What the shell knows besides. wrong: interface to the sentence that says why it is not policed as meant. problems: what
+    else makes it degraded; warnings: what does not, and is to be seen. counters: of the edges, by what they count.
     """
 
     wrong: Mapping[str, str]
     problems: list[str]
+    warnings: list[str]
     is_starting: bool
     counters: Mapping[str, int]
 
@@ -93,6 +94,7 @@ class Status:
         return {
             "state": "starting" if is_starting else "degraded" if reasons else "enforcing",
             "reasons": reasons,
+            "warnings": said.warnings,
             "not_enforced": [row["interface"] for row in endpoints if row["state"] in {AUDITED, OPEN}],
             "started_at": self._started_at.isoformat(timespec="seconds"),
             "compiled": is_in_use(),

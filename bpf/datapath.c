@@ -479,6 +479,10 @@ static __always_inline int police(struct __sk_buff *skb, __u8 direction)
 	}
 	g = *group_row;
 
+	/* What comes through a veth has lost its mark, but for what the other side put here by bpf_redirect_peer(). Nobody after us
+	 * is to take it for ours: at the next port of a bridge it would be the agent's as soon as it had a socket. */
+	if (direction == DIRECTION_EGRESS && e.orientation != ORIENTATION_UPLINK)
+		skb->mark &= ~MARK_MASK;
 	p->vlans = skb->vlan_present ? 1 : 0;
 	p->origin = origin_of(skb, direction);
 	decide(skb, p, &e, &g, direction, now, &d);

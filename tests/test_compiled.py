@@ -53,9 +53,8 @@ def test_the_compiled_modules_are_those_that_run() -> None:
     for file in files:
         assert Path(file).is_relative_to(compiled.directory())
         assert file.endswith(".so")
-    directory = compiled.directory()
-    made = {path.parent.relative_to(directory) / path.name.partition(".")[0] for path in directory.glob("agent/**/*.so")}
-    assert made == {path.relative_to(ROOT).with_suffix("") for path in compiled.sources()}
+    made = {path.name.partition(".")[0] for path in compiled.directory().glob("agent/*/*.so")}
+    assert made == {path.stem for path in compiled.sources()}
 
 
 def test_what_was_compiled_from_other_files_is_not_used(tmp_path: Path) -> None:

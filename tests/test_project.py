@@ -25,10 +25,12 @@ PURE_MODULES = frozenset({
     "types", "typing",
 })  # fmt: skip
 PURE_PARTS = {"socket": re.compile(r"inet_(ntop|pton)|AF_INET6?|IPPROTO_\w+"), "os": re.compile(r"strerror")}
-PURE_OF_AGENT = re.compile(r"agent\.core(\.\w+)*|agent\.dns\.(wire|messages|removal)\b.*|agent\.datapath\.(abi|model)\b.*")
+PURE_OF_AGENT = re.compile(
+    r"agent\.core(\.\w+)*|agent\.dns\.(clamping|messages|removal|wire)\b.*|agent\.datapath\.(abi|model)\b.*"
+)
 PURE_FILES = (
-    "agent/core/*.py", "agent/dns/wire.py", "agent/dns/messages.py", "agent/dns/removal.py", "agent/datapath/abi.py",
-    "agent/datapath/model.py",
+    "agent/core/*.py", "agent/dns/clamping.py", "agent/dns/messages.py", "agent/dns/removal.py", "agent/dns/wire.py",
+    "agent/datapath/abi.py", "agent/datapath/model.py",
 )  # fmt: skip
 
 FORBIDDEN_WORDS = frozenset(("pod", "acl", "ipmap", "tag", "util", "helper", "misc"))

@@ -148,7 +148,7 @@ def _attach_behind(session: Session, behind: Behind, addresses: tuple[str, ...],
         for name in done:
             session.ask("detach", interface=name)
         raise
-    for sentence in behind.unpoliced:
+    for sentence in behind.unpoliced + behind.warnings:
         click.echo(f"warning: {sentence}", err=True)
 
 

@@ -6,19 +6,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import click
 
 from agent.cli.environment import Sentence, Session, with_examples
-
-if TYPE_CHECKING:
-    from agent.monitor.facts import KnownEndpoints
+from agent.monitor.facts import KINDS, VERDICTS, KnownEndpoints
 
 # After a flood somebody wants to know how much was not shown.
 _LOOK_AGAIN_S: Final = 1.0
-_KINDS = ("question", "verdict", "drop", "policy", "endpoint", "guard")
-_VERDICTS = ("allowed", "denied", "audited", "failed")
 
 endpoint_option = click.option("--endpoint", metavar="WHICH", help="A number, an interface, or a label KEY=VALUE.")
 
@@ -33,10 +29,10 @@ endpoint_option = click.option("--endpoint", metavar="WHICH", help="A number, an
     ),
 )
 @endpoint_option
-@click.option("--verdict", "verdicts", multiple=True, type=click.Choice(_VERDICTS), help="May be given several times.")
+@click.option("--verdict", "verdicts", multiple=True, type=click.Choice(VERDICTS), help="May be given several times.")
 @click.option("--name", "pattern", metavar="PATTERN", help="A name or pattern as in a policy.")
 @click.option("--port", type=click.IntRange(0, 65535), help="The port that was judged; 53 are questions.")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(_KINDS), help="May be given several times.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="May be given several times.")
 @click.option(
     "-o", "--output", type=click.Choice(("text", "json", "hubble")), default="text", show_default=True,
     help="json: the facts as they are; hubble: lines of Hubble's exporter. One line each.",
@@ -57,7 +53,6 @@ def monitor(
     """
     session.require_root("monitor", "it asks the agent through a socket for root")
     from agent.core.names import NamePattern, NameSyntaxError, normalise_pattern
-    from agent.monitor.facts import KnownEndpoints
     from agent.monitor.filters import Filter
 
     try:

@@ -8,6 +8,7 @@ import click
 
 from agent.cli.environment import Sentence, Session, with_examples
 from agent.cli.monitor import asked_endpoints
+from agent.monitor.facts import KnownEndpoints
 
 
 @click.command(
@@ -27,8 +28,6 @@ def top(session: Session) -> None:
         from agent.monitor.screen import Top
     except ModuleNotFoundError as error:
         raise Sentence(f"top needs the library {error.name}: pip install 'namegate[top]'") from None
-    from agent.monitor.facts import KnownEndpoints
-
     endpoints = KnownEndpoints(lambda: asked_endpoints(session))
     with session.listen(("question", "verdict", "drop")) as feed:
         screen = Top(feed, endpoints)

@@ -122,6 +122,7 @@ class ProgramRun(NamedTuple):
     action: int
     frame: bytes
     nanoseconds: int
+    context: bytes
 
 
 def map_create(kind: int, key_size: int, value_size: int, max_entries: int, flags: int, name: str) -> int:
@@ -240,11 +241,13 @@ def program_load(instructions: bytes, name: str) -> int:
 def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) -> ProgramRun:
     """BPF_PROG_TEST_RUN.
 
-    context: a `struct __sk_buff`, of which the kernel takes ifindex, ingress_ifindex, mark and a few more.
+    context: a `struct __sk_buff`, of which the kernel takes ifindex, ingress_ifindex, mark and a few more, and gives them back
+    as they are after the run.
     """
     size = len(frame) + 256
     data_in, data_out = _buffer(frame), ctypes.create_string_buffer(size)
-    context_in = _buffer(context)
+    context_both = _buffer(context)
+    address = address_of(context_both) if context else 0
     fields = struct.pack(
         "=IIIIQQIIIIQQIII",
         fd,
@@ -256,9 +259,9 @@ def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) ->
         repeat,
         0,
         len(context),
-        0,
-        address_of(context_in) if context else 0,
-        0,
+        len(context),
+        address,
+        address,
         0,
         0,
         0,
@@ -266,7 +269,7 @@ def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) ->
     _, out = _bpf(_PROG_TEST_RUN, fields)
     action, _, length = struct.unpack_from("=iII", out, 4)
     (nanoseconds,) = struct.unpack_from("=I", out, 36)
-    return ProgramRun(action, data_out.raw[: min(length, size)], nanoseconds)
+    return ProgramRun(action, data_out.raw[: min(length, size)], nanoseconds, bytes(context_both.raw[: len(context)]))
 
 
 def _info(fd: int, size: int) -> bytes:

@@ -60,7 +60,7 @@ _ASKED_FROM_HOST: Final = re.compile(r"^# ExtServers: \[.*\bhost\(([^)]*)\)", re
 
 _DETACHED: Final = "container {} is not policed: it was detached by command, until the agent starts again"
 
-Report = Callable[[str, Mapping[int, EndpointSettings] | None, Sequence[str]], None]
+Report = Callable[[str, Mapping[int, EndpointSettings] | None, Sequence[str], Sequence[str]], None]
 
 
 class ContainerError(Exception):
@@ -78,8 +78,9 @@ class Attached(NamedTuple):
 class ContainerWatch:
     """Finds containers and says so, engine by engine.
 
-    report(owner, found, problems): all that this owner (`owner_of` an engine) has now, by index of the interface, and what is
-    wrong. found is None until the engine has been listed once: what the process before knew of it stays till then.
+    report(owner, found, problems, warnings): all that this owner (`owner_of` an engine) has now, by its interface; what
+    is wrong; what is as it was meant and is to be seen. found is None until the engine has been listed once: what the process
+    before knew of it stays till then.
     """
 
     def __init__(self, entries: Sequence[ContainerSettings], report: Report) -> None:
@@ -176,6 +177,7 @@ class _Container(NamedTuple):
     name: str
     found: dict[int, EndpointSettings]
     problems: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 class _Engine:
@@ -191,7 +193,7 @@ class _Engine:
         self._released: set[str] = set()
         self._containers: dict[str, _Container] = {}
         self._trouble = ""
-        self._said: tuple[dict[int, EndpointSettings] | None, list[str]] = None, []
+        self._said: tuple[dict[int, EndpointSettings] | None, list[str], list[str]] = None, [], []
         self._due: set[str] = set()
         self._is_due = asyncio.Event()
         self._again_after_s = _AGAIN_AFTER_S
@@ -235,7 +237,8 @@ class _Engine:
         self._say()
         if container is None:
             return Attached(shown.name, (), (f"container {shown.name} does not run: it is policed when it starts",))
-        return Attached(shown.name, tuple(each.interface for each in container.found.values()), container.problems)
+        warnings = container.problems + container.warnings
+        return Attached(shown.name, tuple(each.interface for each in container.found.values()), warnings)
 
     def _forget(self, name: str, settings: EndpointSettings | None, was_released: bool) -> None:
         del self.followed[name]
@@ -345,9 +348,10 @@ class _Engine:
                 return await self._see(shown)  # a command came meanwhile
         before = self._containers.get(shown.number)
         self._containers[shown.number] = container
-        if before is None or before.problems != container.problems:
-            for problem in container.problems:
-                log.warning("%s", problem)
+        sentences = container.problems + container.warnings
+        if before is None or before.problems + before.warnings != sentences:
+            for sentence in sentences:
+                log.warning("%s", sentence)
         return container
 
     def _settings(self, name: str, labels: Mapping[str, str]) -> EndpointSettings | None:
@@ -379,9 +383,10 @@ class _Engine:
                     found[ifindex] = dataclasses.replace(shared, labels={**settings.labels, **shared.labels})
         problems = [self._trouble] if self._trouble and (self.entries or self.followed) else []
         problems += [problem for container in containers for problem in container.problems]
-        if (found, problems) != self._said:
-            self._said = found, problems
-            self._report(owner_of(self.path), found, problems)
+        warnings = [warning for container in containers for warning in container.warnings]
+        if (found, problems, warnings) != self._said:
+            self._said = found, problems, warnings
+            self._report(owner_of(self.path), found, problems, warnings)
 
 
 # --- what the engine says of a container ---------------------------------------------------------------------------------
@@ -424,14 +429,15 @@ def _seen(shown: _Shown, settings: EndpointSettings) -> _Container:
     for peer in behind.peers:
         addresses = settings.addresses or _of_peer(peer, shown.addresses, is_only=len(behind.peers) == 1)
         found[peer.ifindex] = dataclasses.replace(settings, interface=peer.interface, addresses=addresses)
-    return _Container(name, found, tuple(problems))
+    warnings = tuple(f"container {name}: {sentence}" for sentence in behind.warnings)
+    return _Container(name, found, tuple(problems), warnings)
 
 
 def _behind(shown: _Shown) -> Behind:
     """By the engine's own file where it shows one: a process id may be somebody else's by now."""
     if shown.sandbox:
         with contextlib.suppress(FileNotFoundError):
-            return behind_file(shown.sandbox)
+            return behind_file(shown.sandbox, shown.pid)
     return behind_process(shown.pid)
 
 

@@ -7,12 +7,16 @@ interface of a third one:
     ours (7: veth0) ═════ theirs (2: eth0, other side 7 of our namespace)         policed at veth0
                           theirs (3: eth1, other side 7 of another namespace)     leads to a router, a rootless engine, …
 
+Rule 3: who has CAP_NET_ADMIN over our namespace can make himself a device on our uplink from inside his, since a link tells the
+number of the namespace at its other end. He has it who has it in the user namespace that ours is of.
+
 The OCI hook runs this before each container, so it imports little.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import socket
 import struct
@@ -20,6 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from agent.core.types import Address
@@ -27,6 +32,8 @@ from agent.host import netlink
 from agent.host.interfaces import is_link_local
 
 _OWN: Final = "/proc/self/ns/net"
+_GET_USERNS: Final = 0xB701  # NS_GET_USERNS, <linux/nsfs.h>
+CAP_NET_ADMIN: Final = 12
 _CLONE_NEWNET: Final = 0x4000_0000
 
 _IFLA_IFNAME: Final = 3
@@ -61,10 +68,13 @@ class Peer(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """What leads into a namespace; at least one peer. unpoliced: a sentence for each other way out of it."""
+    """What leads into a namespace; at least one peer. unpoliced: a sentence for each other way out of it. warnings: for what
+    those inside may do about it (rule 3).
+    """
 
     peers: tuple[Peer, ...]
     unpoliced: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 class NotPoliced(Exception):
@@ -85,10 +95,10 @@ class _Theirs(NamedTuple):
     addresses: tuple[Address, ...]
 
 
-def behind_process(pid: int) -> Behind:
-    """Raises NotPoliced."""
+def behind_process(pid: int, capabilities: int | None = None) -> Behind:
+    """capabilities: the bounding set it is to have, one bit each; None: it has that already. Raises NotPoliced."""
     try:
-        return behind_file(f"/proc/{pid}/ns/net")
+        return behind_file(f"/proc/{pid}/ns/net", pid, capabilities)
     except FileNotFoundError:
         raise NotPoliced(f"there is no process {pid}") from None
 
@@ -101,8 +111,10 @@ def behind_name(name: str) -> Behind:
         raise NotPoliced(f"there is no network namespace {name} (`ip netns` shows them)") from None
 
 
-def behind_file(path: str) -> Behind:
-    """What leads into the network namespace of this file, such as /proc/PID/ns/net. Raises NotPoliced and FileNotFoundError."""
+def behind_file(path: str, pid: int | None = None, capabilities: int | None = None) -> Behind:
+    """What leads into the network namespace of this file, such as /proc/PID/ns/net. pid: of whom it is that is inside, if it is
+    known. Raises NotPoliced and FileNotFoundError.
+    """
     try:
         with _opened(path) as theirs, _opened(_OWN) as own:
             if os.path.samestat(os.fstat(theirs), os.fstat(own)):
@@ -111,6 +123,7 @@ def behind_file(path: str) -> Behind:
                     "the host's uplink, or give it a network"
                 )
             own_number, found = _Inside(theirs, own).look()
+            warnings = () if (warning := _warning(theirs, own, pid, capabilities)) is None else (warning,)
         names = {message.fixed[2]: _text(message.attributes.get(_IFLA_IFNAME)) for message in netlink.dump(netlink.GET_LINK)}
     except FileNotFoundError:
         raise
@@ -124,7 +137,7 @@ def behind_file(path: str) -> Behind:
             others.append((each, sentence))
     if peers:
         # Beside a veth of ours, a veth to elsewhere or a tap is mostly a container inside the container.
-        return Behind(tuple(peers), tuple(sentence for each, sentence in others if each.kind not in (_VETH, _TUN)))
+        return Behind(tuple(peers), tuple(sentence for each, sentence in others if each.kind not in (_VETH, _TUN)), warnings)
     if others:
         raise NotPoliced(others[0][1])
     raise NotPoliced("it has no interface but lo (network mode none): nothing gets out", is_harmless=True)
@@ -147,6 +160,42 @@ def _way_out(each: _Theirs) -> str | None:
     if each.kind == _HARDWARE:
         return f"its {each.name} is a device of its own, with no side here that could be policed"
     return None
+
+
+def _warning(theirs: int, own: int, pid: int | None, capabilities: int | None) -> str | None:
+    """Rule 3. Where no process is known it is about who runs there and is of the same users as the namespace."""
+    try:
+        users = _users_of(theirs) if pid is None else Path(f"/proc/{pid}/ns/user").stat()
+        if not os.path.samestat(users, _users_of(own)):
+            return None
+        if pid is None:
+            return (
+                "what runs there with CAP_NET_ADMIN, as from `ip netns exec`, administers the host's network too and can make "
+                "itself a way out that is not policed"
+            )
+        if not (_bounding_set(pid) if capabilities is None else capabilities) >> CAP_NET_ADMIN & 1:
+            return None
+    except OSError:
+        return None  # the process has ended
+    return (
+        "its root has CAP_NET_ADMIN and no user namespace of its own, so it administers the host's network too and can make "
+        "itself a way out that is not policed: take the capability away, or give it a user namespace (--userns=auto)"
+    )
+
+
+def _users_of(namespace: int) -> os.stat_result:
+    """The user namespace that a network namespace is of."""
+    descriptor = fcntl.ioctl(namespace, _GET_USERNS)
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _bounding_set(pid: int) -> int:
+    """What root of that process may have at most, whoever it runs as now."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    return next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapBnd:"))
 
 
 class _Inside(threading.Thread):

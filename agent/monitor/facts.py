@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-import dns.rcode
-
 Row = Mapping[str, Any]
 
 KINDS: Final = ("question", "verdict", "drop", "policy", "endpoint", "guard")
@@ -49,6 +47,8 @@ def remote_of(packet: Row) -> str:
 
 def rcode_text(question: Row) -> str:
     """Of a reply that was released."""
+    import dns.rcode
+
     return dns.rcode.to_text(dns.rcode.Rcode.make(question.get("rcode", 0)))
 
 

@@ -15,6 +15,7 @@ interface. Ports of a question's client are not known.
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -183,7 +184,7 @@ def _agent_event(fact: Row) -> Event:
         failed = {"id": str(fact["endpoint"]), "error": str(fact.get("error") or "")}
         return {"type": "ENDPOINT_REGENERATE_FAILURE", "endpoint_regenerate": failed}
     said = {key: value for key, value in fact.items() if key not in ("kind", "time")}
-    return {"type": "AGENT_EVENT_UNKNOWN", "unknown": {"type": f"namegate-{fact['kind']}", "notification": str(said)}}
+    return {"type": "AGENT_EVENT_UNKNOWN", "unknown": {"type": f"namegate-{fact['kind']}", "notification": json.dumps(said)}}
 
 
 def _denied(number: int, name: str) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ from tests.cases import datapath
 from tests.cases.runner import Fields, Outcome
 from tests.families import TABLE
 from tests.histories import Step, compare, histories
-from tests.judges import KernelJudge, ModelJudge
+from tests.judges import MARK_AGENT, MARK_ANSWER, KernelJudge, ModelJudge
 from tests.packets import CLIENT, CLIENT6, ICMPV6, PEER, PEER6, TCP, UDP, echo, frame, tcp, udp
-from tests.verdict_cases import ALLOW, BASE, DENY, ENDPOINT, PEERS, Case, endpoint, group, rule, tell
+from tests.verdict_cases import ALLOW, BASE, DENY, ENDPOINT, PEERS, REDIRECT, Case, endpoint, group, rule, tell
 
 pytestmark = pytest.mark.root
 
@@ -73,6 +74,23 @@ def test_same_as_model(loaded: KernelJudge, history: tuple[list[Write], list[Ste
     """Whatever happens in whatever order, the program and the model say the same and remember the same flows."""
     loaded.reset()
     compare(history, (ModelJudge(), loaded))
+
+
+@pytest.mark.parametrize("mark", [MARK_AGENT, MARK_ANSWER])
+def test_a_mark_of_ours_does_not_go_on(kernel: KernelJudge, mark: int) -> None:
+    """What an endpoint behind this host sends goes on without it, whatever becomes of it; an uplink's keeps it."""
+    kernel.apply([*BASE, rule(ALLOW, PEERS, UDP, 443), rule(REDIRECT, PEERS, UDP, 53)])
+
+    def mark_after(port: int) -> int:
+        run = kernel.run("from_endpoint", frame(CLIENT, PEER, UDP, udp(40000, port)), mark | 0xF0F0)
+        return int.from_bytes(run.context[8:12], sys.byteorder)
+
+    assert [mark_after(port) for port in (443, 443, 53)] == [0xF0F0] * 3
+    assert mark_after(444) == 0xF0F0
+    kernel.apply([group(audit=True)])
+    assert mark_after(444) == 0xF0F0
+    kernel.apply([endpoint(Orientation.UPLINK)])
+    assert mark_after(443) == mark | 0xF0F0
 
 
 def test_maps_are_known(loaded: KernelJudge) -> None:

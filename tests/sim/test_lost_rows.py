@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from agent.core.events import RowsLost
@@ -92,7 +92,7 @@ def test_a_row_on_its_way_is_let_be(world: World) -> None:
 
 
 def test_memory_follows_from_itself_in_every_history() -> None:
-    """Whatever names, endpoints, policies and failures came and went: where nothing is under way nothing contradicts anything."""
+    """Whatever names, endpoints, policies and failures came and went: at rest nothing contradicts anything."""
     pairs_compared: list[int] = []
 
     class Compared(histories()):  # type: ignore[misc]
@@ -109,14 +109,14 @@ def test_memory_follows_from_itself_in_every_history() -> None:
                 pairs_compared.append(len(engine.dns_cache))
 
     profile = settings(
-        max_examples=25,
-        stateful_step_count=30,
-        derandomize=True,
+        max_examples=20,
+        stateful_step_count=50,
         database=None,
+        phases=(Phase.generate,),
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(Compared, settings=profile)
+    run_state_machine_as_test(seed(2)(Compared), settings=profile)
     assert sum(pairs_compared) > 20
 
 

@@ -36,7 +36,7 @@ def shown(tmp_path: Path, resolv_conf: str = RESOLV_CONF) -> _Shown:
     return _shown_of(inspected("/var/run/docker/netns/9d12daf2c33f", *ADDRESSES, str(file)))
 
 
-def nothing(_owner: str, _found: Mapping[int, EndpointSettings] | None, _problems: Sequence[str]) -> None:
+def nothing(*_report: object) -> None:
     pass
 
 
@@ -103,7 +103,7 @@ def test_addresses_are_the_engines_saying() -> None:
 
 def test_an_engine_that_is_not_there_changes_nothing_and_is_said(tmp_path: Path) -> None:
     """What it has is not known, which is not the same as nothing; the start does not wait for it."""
-    reports: list[tuple[str, Mapping[int, EndpointSettings] | None, Sequence[str]]] = []
+    reports: list[tuple[object, ...]] = []
     engine = tmp_path / "docker.sock"
 
     async def watch() -> None:
@@ -116,7 +116,7 @@ def test_an_engine_that_is_not_there_changes_nothing_and_is_said(tmp_path: Path)
 
     asyncio.run(watch())
     sentence = f"the container engine at {engine} cannot be asked (there is no such socket): what is attached stays, "
-    assert reports == [(owner_of(engine), None, [f"{sentence}what is new is not seen"])]
+    assert reports == [(owner_of(engine), None, [f"{sentence}what is new is not seen"], [])]
 
 
 def test_an_engine_that_was_named_by_mistake_troubles_nobody(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_an_answer_that_is_not_understood_is_said(tmp_path: Path) -> None:
     heard: asyncio.Queue[tuple[Mapping[int, EndpointSettings] | None, Sequence[str]]] = asyncio.Queue()
 
     async def watch() -> None:
-        containers = ContainerWatch([ContainerSettings(path)], lambda _, found, problems: heard.put_nowait((found, problems)))
+        containers = ContainerWatch([ContainerSettings(path)], lambda *report: heard.put_nowait(report[1:3]))
         containers.start()
         found, problems = await asyncio.wait_for(heard.get(), 5)
         assert found is None

@@ -189,7 +189,7 @@ def test_endpoints_with_the_same_labels_are_one_policy(write: Write) -> None:
 
 
 def test_what_passed_and_would_be_denied_breaks(write: Write) -> None:
-    """An audited packet passed as well. Where the name cannot be asked, its address is not learned."""
+    """An audited packet passed as well."""
     record = write(
         question("a.test.", "198.51.100.7"),
         flow("198.51.100.7"),
@@ -204,6 +204,19 @@ def test_what_passed_and_would_be_denied_breaks(write: Write) -> None:
     assert changes(record, "a.test:80/tcp\nc.test\n!198.51.100.8/32\n") == [
         "now denied: tcp/443 to 198.51.100.7 (a.test.) of app=e1 (was 1 x allowed)",
         "now denied by p.txt:3: tcp/443 to 198.51.100.8 (c.test.) of app=e1 (was 1 x audited)",
+    ]
+
+
+def test_a_name_that_cannot_be_asked_is_not_learned(write: Write) -> None:
+    """Then what opens the name opens nothing, as it would be with the agent."""
+    record = write(question("a.test.", "198.51.100.7"), flow("198.51.100.7"))
+    policy = "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\nmetadata: {name: p}\nspec:\n  endpointSelector: {}\n"
+    policy += "  egress:\n  - toFQDNs: [{matchName: a.test}]\n"
+    policy += "  - toPorts: [{ports: [{port: '53', protocol: ANY}], rules: {dns: [{matchName: %s}]}}]\n"
+    assert changes(record, policy % "a.test") == []
+    assert changes(record, policy % "other.test") == [
+        "now denied: question for a.test. of app=e1 (was 1 x allowed)",
+        "now denied: tcp/443 to 198.51.100.7 (a.test.) of app=e1 (was 1 x allowed)",
     ]
 
 
