@@ -66,7 +66,7 @@ def _show_version(context: click.Context, _parameter: click.Parameter, is_wanted
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     epilog=with_examples(
-        "sudo namegate run --allow pypi.org --allow files.pythonhosted.org -- pip install flask",
+        "sudo namegate run --allow-file pypi.list -- pip install flask",
         "namegate check policies/",
         "sudo namegate agent -c /etc/namegate.yaml",
         "sudo namegate status",

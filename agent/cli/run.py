@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from agent.cli.environment import DEFAULT_CONTROL, Sentence, Session, with_examples
+from agent.control import REQUEST_BYTES_MAX
 from agent.runner import EXIT_OURS, CannotRun
 
 _file = click.Path(path_type=Path)
@@ -56,7 +57,7 @@ class Command(click.Command):
     context_settings={"allow_interspersed_args": False},
     epilog=with_examples(
         "sudo namegate run --allow api.anthropic.com --allow '*.github.com' -- claude",
-        "sudo namegate run --allow pypi.org --allow files.pythonhosted.org -- pip install flask",
+        "sudo namegate run --allow-file pypi.list -- pip install flask",
         "sudo namegate run --allow-file ci/names.txt --summary -- make test",
         "sudo namegate run --audit --summary -- ./build.sh",
     ),
@@ -110,7 +111,11 @@ def run(
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as stream:
+            text = stream.read(REQUEST_BYTES_MAX)
+            if stream.read(1):
+                raise NotRun(f"{path} is longer than {REQUEST_BYTES_MAX} bytes")
+        return text
     except OSError as error:
         raise NotRun(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

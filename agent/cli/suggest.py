@@ -62,7 +62,7 @@ def record(session: Session, file: Path, duration: str | None, size: str) -> Non
     epilog=with_examples(
         "namegate suggest week.rec > policies/build.txt",
         "namegate suggest -o cnp --patterns monday.rec tuesday.rec",
-        "namegate suggest week.rec > new.txt && namegate check --against week.rec new.txt",
+        "namegate suggest --endpoint app=build --only-allowed week.rec",
     ),
 )
 @click.argument("records", nargs=-1, required=True, type=_path, metavar="RECORD...")

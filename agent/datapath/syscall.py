@@ -238,6 +238,9 @@ def program_load(instructions: bytes, name: str) -> int:
         raise OSError(first.errno, "; ".join(said[-3:]) or os.strerror(first.errno or 0)) from None
 
 
+_SK_BUFF_SIZE_MAX: Final = 512  # 192 until now
+
+
 def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) -> ProgramRun:
     """BPF_PROG_TEST_RUN.
 
@@ -246,8 +249,8 @@ def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) ->
     """
     size = len(frame) + 256
     data_in, data_out = _buffer(frame), ctypes.create_string_buffer(size)
-    context_both = _buffer(context)
-    address = address_of(context_both) if context else 0
+    # Where it does not hold all of it, the run fails after it was done.
+    context_in, context_out = _buffer(context), ctypes.create_string_buffer(max(len(context), _SK_BUFF_SIZE_MAX))
     fields = struct.pack(
         "=IIIIQQIIIIQQIII",
         fd,
@@ -259,9 +262,9 @@ def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) ->
         repeat,
         0,
         len(context),
-        len(context),
-        address,
-        address,
+        len(context_out) if context else 0,
+        address_of(context_in) if context else 0,
+        address_of(context_out) if context else 0,
         0,
         0,
         0,
@@ -269,7 +272,7 @@ def program_run(fd: int, frame: bytes, context: bytes = b"", repeat: int = 1) ->
     _, out = _bpf(_PROG_TEST_RUN, fields)
     action, _, length = struct.unpack_from("=iII", out, 4)
     (nanoseconds,) = struct.unpack_from("=I", out, 36)
-    return ProgramRun(action, data_out.raw[: min(length, size)], nanoseconds, bytes(context_both.raw[: len(context)]))
+    return ProgramRun(action, data_out.raw[: min(length, size)], nanoseconds, context_out.raw[: len(context)])
 
 
 def _info(fd: int, size: int) -> bytes:

@@ -43,7 +43,7 @@ def what_of(fact: Row) -> str:
         addresses = ", ".join(f"{address} ({why})" for address, why in fact["addresses"].items())
         return f"taken out of the reply for {name_text(fact['name'])}: {addresses}"
     if kind == "lost":
-        return f"{fact['count']:,} events are not shown: they came faster than they could be told"
+        return f"{fact['count']:,} events came faster than they could be told"
     return cell_as_text({key: value for key, value in fact.items() if key not in ("kind", "time", "endpoint", "interface")})
 
 

@@ -24,21 +24,26 @@ class Pace:
         self._clock = clock
         self._until = 0.0
         self._room = 0
-        self.unsaid = 0
+        self._unsaid = 0
+        self._lost = 0
 
     def lines(self, facts: Iterable[Row]) -> Iterator[str]:
         """Those to write now; without facts, what is due to be said of the second that is over."""
         if self._clock() >= self._until:
-            if self.unsaid:
-                yield f"{self.unsaid:,} more are not shown: `-o json` has them all"
-            self._until, self._room, self.unsaid = self._clock() + 1, LINES_PER_SECOND, 0
+            if self._unsaid:
+                yield f"{self._unsaid:,} more are not shown: `-o json` has them all"
+            if self._lost:
+                yield self._line({"kind": "lost", "count": self._lost}, 1)
+            self._until, self._room, self._unsaid, self._lost = self._clock() + 1, LINES_PER_SECOND, 0, 0
         for _, alike in groupby(facts, key=_alike):
             first, *others = alike
-            if self._room or first["kind"] == "lost":
-                self._room = max(0, self._room - 1)
+            if first["kind"] == "lost":
+                self._lost += sum(fact["count"] for fact in (first, *others))
+            elif self._room:
+                self._room -= 1
                 yield self._line(first, 1 + len(others))
             else:
-                self.unsaid += 1 + len(others)
+                self._unsaid += 1 + len(others)
 
 
 def _alike(fact: Row) -> tuple[Any, ...]:

@@ -149,7 +149,7 @@ class Top(App[None]):
 
     def _totals(self, now: float, known: dict[int, Row]) -> Text:
         rates = self._tally.everybody if self._only is None else self._tally.by_endpoint.get(self._only, Rates())
-        whose = "all endpoints" if self._only is None else str(known.get(self._only, {}).get("interface", self._only))
+        whose = "all" if self._only is None else str(known.get(self._only, {}).get("interface", self._only))
         text = Text(style="bold", no_wrap=True)
         for count, what in zip(Count, ("asked", "refused", "flows", "drops"), strict=True):
             text.append(f"{what} {rates.per_second(count, now):,.0f}/s  ")

@@ -8,6 +8,7 @@ what is made in it later; a file that is made anew (a daemon restarts) is not co
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,21 +30,31 @@ _MASKED: Final = (
     ("/run/user/{uid}/docker.sock", "rootless Docker starts containers"),
     ("/run/podman", "podman starts containers"),
     ("/run/user/{uid}/podman", "podman starts containers"),
+    ("/tmp/podman-run-{uid}", "podman starts containers"),  # noqa: S108 - podman's own choice, without a session of systemd's
     ("/run/containerd", "containerd starts containers"),
+    ("/run/buildkit", "BuildKit starts containers"),
+    ("/run/user/{uid}/buildkit", "BuildKit starts containers"),
     ("/run/crio", "CRI-O starts containers"),
     ("/run/libvirt", "libvirt starts machines"),
     ("/run/user/{uid}/libvirt", "libvirt starts machines"),
     ("/run/snapd.socket", "snapd fetches packages"),
     ("/run/snapd-snap.socket", "snapd fetches packages"),
     ("/var/snap/lxd/common/lxd/unix.socket", "LXD starts containers"),
+    ("/var/snap/lxd/common/lxd-user/unix.socket", "LXD starts containers"),
     ("/var/lib/lxd/unix.socket", "LXD starts containers"),
     ("/var/lib/incus/unix.socket", "Incus starts containers"),
+    ("/var/lib/incus/unix.socket.user", "Incus starts containers"),
+    ("/nix/var/nix/daemon-socket", "Nix fetches what a derivation names"),
+    ("/var/guix/daemon-socket", "Guix fetches what a derivation names"),
+    ("/run/tailscale", "tailscaled connects to whatever it is told"),
+    ("/run/WSL", "Windows starts programs"),
     ("/tmp/tmux-{uid}", "tmux types into the user's other terminals"),  # noqa: S108 - tmux's own choice
     ("/run/screen/S-{user}", "screen types into the user's other terminals"),
     ("/run/user/{uid}/emacs", "an Emacs server evaluates what it is sent"),
     ("/run/namegate", "the agent changes policies"),
     ("/run/namegate-runs", "the agent changes policies"),
 )
+_OURS: Final = frozenset({Path("/"), Path("/proc")})
 _RESOLVED: Final = "/run/systemd/resolve"
 _RESOLV_CONF: Final = Path("/etc/resolv.conf")
 _KEPT_OF_RESOLV_CONF: Final = ("search", "domain", "options")
@@ -65,7 +76,8 @@ def masked(uid: int, user: str, more: Sequence[Path], kept: Sequence[Path]) -> l
             real = path.resolve(strict=True)
         except OSError:
             continue
-        is_covered = any(each in real.parents for each in found)
+        # Links of the user's, or of a run of his before this one, lead anywhere. Over the root nothing can be laid.
+        is_covered = any(each in real.parents for each in found) or real in _OURS
         if not is_covered and not any(keep == real or real in keep.parents for keep in wanted):
             found.append(real)
     return found
@@ -93,9 +105,24 @@ def cover(server: str, hidden: Sequence[Path]) -> None:
         (resolved / name).write_text(text, encoding="utf-8")
         (resolved / name).chmod(0o644)
     for path in hidden:
-        is_directory = stat.S_ISDIR(path.stat().st_mode)
+        try:
+            is_directory = stat.S_ISDIR(path.stat().st_mode)
+        except FileNotFoundError:  # it went since it was found
+            continue
         kernel.bind(str((resolved if str(path) == _RESOLVED else empty) if is_directory else nothing), str(path))
     if not any(path in real_resolv_conf.parents for path in hidden):
         kernel.bind(str(resolv_conf), str(real_resolv_conf))
     kernel.detach_mount("/proc")
     kernel.mount("proc", "/proc", "proc", flags)
+    _stand_on_what_covers([Path("/proc"), *hidden])
+
+
+def _stand_on_what_covers(covered: Sequence[Path]) -> None:
+    """A working directory is what it was before something was laid over it; through the outer /proc everything outside is seen.
+    Raises OSError where nothing has its name any more."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was deleted
+        return
+    if any(here.is_relative_to(path) for path in covered):
+        os.chdir(here)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ Row = Mapping[str, Any]
 
 # A screen's worth: whoever comes back to his prompt wants to see the end of what COMMAND said as well.
 _AT_THE_END_MAX = 15
+# COMMAND invents as many names as it likes.
+_KEPT_MAX = 1_000
 
 _VERDICTS = {"denied": "denied", "audited": "would be denied", "failed": "not answered"}
 
@@ -31,6 +34,7 @@ class Report:
         self._is_live = not os.isatty(2)
         self._later: list[str] = []
         self._denied: dict[str, None] = {}  # each once, however often it was told
+        self._untold = 0
         self._is_started = False
 
     def start(self) -> None:
@@ -40,23 +44,41 @@ class Report:
     def say(self, *lines: str) -> None:
         if self._is_started and not self._is_live:
             self._later += lines
+        elif self._is_started:
+            self._tell(*lines)
         else:
             _write(lines)
 
     def take(self, fact: Row) -> None:
         if self._is_live:
-            _write([line_of(fact)])
-        elif fact["kind"] != "lost":
+            self._tell(line_of(fact))
+        elif fact["kind"] != "lost" and len(self._denied) < _KEPT_MAX:
             self._denied[line_of({**fact, "allow": None})] = None
+
+    def _tell(self, *lines: str) -> None:
+        """While COMMAND runs, whose signals and end must not wait for the reader of a pipe: where there is room."""
+        if self._untold:
+            lines = (line_of({"kind": "lost", "count": self._untold}), *lines)
+        told = _octets(lines)[: select.PIPE_BUF - 1].rstrip(b"\n") + b"\n"
+        watched = select.poll()
+        watched.register(2, select.POLLOUT)
+        if watched.poll(0):
+            _write_octets(told)
+            self._untold = 0
+        else:
+            self._untold += 1
 
     def finish(self, summary: Row | None) -> None:
         """After the end of COMMAND, with the terminal ours again."""
+        if self._untold:
+            self._later.append(line_of({"kind": "lost", "count": self._untold}))
         if summary is not None and self._wants_summary:
             _write([*self._later, *summary_lines(summary)])
             return
         lines = [*self._later, *list(self._denied)[:_AT_THE_END_MAX]]
         if len(self._denied) > _AT_THE_END_MAX:
-            lines.append(f"and {len(self._denied) - _AT_THE_END_MAX} more: --summary says them all")
+            least = "at least " if len(self._denied) == _KEPT_MAX else ""
+            lines.append(f"and {least}{len(self._denied) - _AT_THE_END_MAX} more: --summary says them all")
         elif self._denied and summary is not None and summary["allow"]:
             lines.append(f"to allow it: {allowing(summary['allow'])}")
         _write(lines)
@@ -116,8 +138,15 @@ def _destination(row: Row) -> str:
     return f"{cell_as_text(row['destination'])}{cell_as_text(port)}{names}"
 
 
+def _octets(lines: Iterable[str]) -> bytes:
+    return "".join(f"namegate: {line}\n" for line in lines).encode(errors="replace")
+
+
 def _write(lines: Iterable[str]) -> None:
-    octets = "".join(f"namegate: {line}\n" for line in lines).encode(errors="replace")
+    _write_octets(_octets(lines))
+
+
+def _write_octets(octets: bytes) -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed, a pipe without a reader: COMMAND's end is what counts
         while octets:
             octets = octets[os.write(2, octets) :]

@@ -66,7 +66,7 @@ def run(order: Order) -> int:
     terminal = Terminal()
     terminal.has_given_group = terminal.is_ours_alone()
     hidden = masks.masked(who.uid, who.name, [agents.socket], order.kept_sockets)
-    environment = who.environment(os.environ)
+    environment = who.environment(_given_environment())
     plan = inside.Plan(order.command, environment, who, hidden, terminal.fd, terminal.has_given_group)
     init, channel = inside.fork_init(plan)
     around = network.surroundings()
@@ -103,6 +103,7 @@ def run(order: Order) -> int:
     status = _Waiting(init, channel, pidfd, lease, terminal, report).until_ended()
     del translation
     terminal.take_back()
+    _be_killable()
     summary = None
     for message in lease.end():
         if "fact" in message:
@@ -209,6 +210,14 @@ def _pid_of(pidfd: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
 
 
+def _given_environment() -> dict[str, str]:
+    """Without the LC_CTYPE that Python adds where the locale is "C" (PEP 538)."""
+    environment = dict(os.environ)
+    if b"\0LC_CTYPE=" not in b"\0" + Path("/proc/self/environ").read_bytes():
+        environment.pop("LC_CTYPE", None)
+    return environment
+
+
 def _inherited() -> list[int]:
     """The caller's descriptors, besides the standard ones; to be looked at before libraries make some that are like them."""
     found = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
@@ -238,6 +247,14 @@ def _let_go(inherited: Sequence[int]) -> None:
     os.close(nowhere)
     for fd in inherited:
         os.close(fd)
+
+
+def _be_killable() -> None:
+    """Who reads what we say at the end may take any time. What was sent until here was for COMMAND as well."""
+    while signal.sigtimedwait(_PASSED_ON, 0) is not None:
+        pass
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
 def _end_like(status: int) -> int:

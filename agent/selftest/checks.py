@@ -29,7 +29,7 @@ from agent.selftest.network import NAME_SERVER, TOOLS, Lacking, Network
 POLICY: Final = f"*.test:{PORT}/tcp\n*.test:{PORT}/udp\n"
 DENIED: Final = "denied.example"
 # The first start on a machine compiles the datapath.
-READY_S_MAX: Final = 60.0
+READY_S_MAX: Final = 40.0
 PATIENCE_S: Final = 3.0
 EXPIRY_S_MAX: Final = 10.0
 # Around the restart: a datagram each, and sometimes more.
@@ -70,6 +70,7 @@ def run(names: int, known_bad: Sequence[str] = ()) -> Iterator[Check]:
         agent.start()
         stack.enter_context(network.inside("client"))
         checks = _Checks(agent, servers, *captures)
+        stack.callback(checks.close)
         yield checks.unresolved_addresses()
         yield checks.fresh_names(names)
         yield checks.denied_name()
@@ -88,6 +89,7 @@ class _Agent:
         self._control = Control(network.control, patience=10)
         self._known_bad = known_bad
         self._process: subprocess.Popen[bytes] | None = None
+        self._reasons: list[str] = []
         self._log = network.directory / "agent.log"
         policy, self._file = network.directory / "policy.txt", network.directory / "namegate.yaml"
         policy.write_text(POLICY, encoding="ascii")
@@ -142,12 +144,14 @@ class _Agent:
 
     def is_enforcing(self) -> bool:
         with contextlib.suppress(ControlError):
-            return bool(self.ask("status")["state"] == "enforcing")
+            status = self.ask("status")
+            self._reasons = status["reasons"]
+            return bool(status["state"] == "enforcing")
         return False
 
     def _last_words(self) -> str:
         said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return said[-1] if said else "it says nothing"
+        return "; ".join(self._reasons or said[-1:]) or "it says nothing"
 
 
 class _Checks:
@@ -163,6 +167,9 @@ class _Checks:
         self._questions.settimeout(PATIENCE_S)
         self._questions.connect((NAME_SERVER, 53))
         self._asked = 0
+
+    def close(self) -> None:
+        self._questions.close()
 
     def unresolved_addresses(self) -> Check:
         """Nobody has asked for a name yet: nothing leads to these."""

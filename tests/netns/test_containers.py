@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -314,6 +315,31 @@ def test_what_cannot_be_policed_is_said(agent: RunningAgent, engine: Engine) -> 
     engine.podman("start", "later")
     await_endpoint(agent, "later", engine.address("later"))
     assert namegate(agent, "detach", "--container", "later").returncode == 0
+
+
+def test_who_can_make_himself_a_way_out_is_named(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:
+    """CAP_NET_ADMIN without a user namespace: the commands warn, the hook has it logged, `status` lists it and is not degraded.
+    With one, or without the capability, nobody warns."""
+    said = "its root has CAP_NET_ADMIN and no user namespace of its own"
+    logged = len(agent.log.read_text())
+    engine.run("plain", *hook)
+    engine.run("admin", *hook, "--cap-add", "NET_ADMIN")
+    engine.run("mapped", *hook, "--cap-add", "NET_ADMIN", "--uidmap", "0:100000:65536", "--gidmap", "0:100000:65536")
+    (row,) = (row for row in agent.ask("endpoints") if row["addresses"] == [engine.address("admin")])
+    assert re.findall(rf"(\S+): {said}", agent.log.read_text()[logged:]) == [row["interface"]]
+    for container in ("plain", "admin", "mapped"):
+        attached = attach(agent, engine, container)
+        assert attached.returncode == 0, attached.stderr
+        assert (f"warning: container {container}: {said}" in attached.stderr) is (container == "admin"), attached.stderr
+    engine.run("mighty", "--privileged", "--label", "policed=yes")
+    await_endpoint(agent, "mighty", engine.address("mighty"))
+    status = agent.status()
+    assert status["state"] == "enforcing"
+    assert [warning.partition(":")[0] for warning in status["warnings"]] == ["container admin", "container mighty"]
+    attached = namegate(agent, "attach", "--pid", engine.pid("admin"))
+    assert (attached.returncode, attached.stderr.startswith(f"warning: {said}")) == (0, True), attached.stderr
+    for container in ("plain", "admin", "mapped"):
+        assert namegate(agent, "detach", "--container", container).returncode == 0
 
 
 def test_docker_by_its_documented_answers(lab: Lab, agent: RunningAgent, docker: Docker, tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from tests.netns.running import RunningAgent
 
 pytestmark = pytest.mark.root
 
-NAMES: Final = int(os.environ.get("VERIFY_NAMES", "12"))
+NAMES: Final = int(os.environ.get("VERIFY_NAMES", "6"))
 PER_NAME: Final = 250
-CHURN_S: Final = float(os.environ.get("VERIFY_CHURN_S", "4"))
+CHURN_S: Final = float(os.environ.get("VERIFY_CHURN_S", "3"))
 POLICY: Final = "*.test:7/tcp\n198.51.100.128/25:9002/udp\n!198.51.100.200/32\n"
 # Minutes, where nothing is broken, are a second here.
 FOUND_S_MAX: Final = 20
