@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from agent.core.types import PROTOCOL_NAMES, question_type_text
-from agent.facts import Row, Stream
+from agent.facts import Row, Stream, question_verdict
 
 REPEAT_AFTER_S: Final = 10.0
 KINDS_MAX: Final = 1_000
@@ -62,9 +62,9 @@ class Lease:
     # --- what is told --------------------------------------------------------------------------------------------------
 
     def take_question(self, fields: Mapping[str, Any]) -> None:
-        """Of a question's fact; one that could not be read has no name."""
-        name, verdict = fields.get("name"), _verdict(fields)
-        if name is None or verdict is None:
+        """Of a question's fact; one that could not be read has no name, and one whose client hung up is nobody's trouble."""
+        name, verdict = fields.get("name"), question_verdict(fields)
+        if name is None or verdict is None or fields["outcome"] == "gone":
             return
         key = name, verdict
         if key not in self._names and len(self._names) >= KINDS_MAX:
@@ -104,15 +104,6 @@ class Lease:
             self._told_at.clear()
         self._told_at[key] = at + REPEAT_AFTER_S
         self._stream.put({**fact, "allow": allow})
-
-
-def _verdict(fields: Mapping[str, object]) -> str | None:
-    outcome = fields.get("outcome")
-    if outcome == "denied":
-        return "denied"
-    if fields.get("verdict") == "audited":
-        return "audited"
-    return {"released": "allowed", "failed": "failed"}.get(str(outcome))
 
 
 def _listed(name: str) -> str | None:

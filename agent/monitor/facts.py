@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from agent.facts import question_verdict
+
 Row = Mapping[str, Any]
 
 KINDS: Final = ("question", "verdict", "drop", "policy", "endpoint", "guard")
@@ -26,11 +28,7 @@ def verdict_of(fact: Row) -> str | None:
         return "allowed"
     if kind == "drop":
         return "audited" if fact["audited"] else "denied"
-    if kind != "question":
-        return None
-    if fact["outcome"] == "denied":
-        return "denied"
-    return fact.get("verdict") if fact["outcome"] == "released" else "failed"
+    return question_verdict(fact) if kind == "question" else None
 
 
 def names_of(fact: Row) -> list[str]:

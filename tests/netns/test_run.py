@@ -177,6 +177,16 @@ def test_root_keeps_its_name_and_few_capabilities(host: Host) -> None:
     assert "Operation not permitted" in lines[6]
 
 
+def test_root_makes_no_device_on_the_hosts_uplink(host: Host) -> None:
+    """Its link tells the number of the host's namespace, by which CAP_NET_ADMIN would get out; a user namespace gives that over
+    nothing of ours. (With it the same command makes one: tests/netns/test_own_root.py.)"""
+    (uplink,) = json.loads(host.look("ip", "-j", "link", "show", host.lab.uplink))
+    making = f"ip link add own0 link if{uplink['ifindex']} link-netnsid 0 type macvlan mode bridge"
+    script = f"ip -j link | grep -c 'link_netnsid.:0'; {making}; unshare --user --map-root-user {making}"
+    done = host.run("--", "sh", "-c", script)
+    assert (done.stdout, done.stderr.count("Operation not permitted")) == ("1\n", 2), done
+
+
 def test_name_resolution_is_the_gates(host: Host) -> None:
     """The server is the host's side of the link; the search list and the options are the host's."""
     done = host.run("--allow", "a.test", "--", "sh", "-c", "cat /etc/resolv.conf; getent ahostsv4 a")
