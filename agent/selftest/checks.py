@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -60,7 +60,7 @@ def what_is_missing() -> str | None:
     return None if problem is None else problem.sentence
 
 
-def run(names: int, known_bad: Sequence[str] = ()) -> Iterator[Check]:
+def run(names: int, known_bad: Sequence[str] = ()) -> Generator[Check, None, None]:
     """Each check when it is over. Raises Lacking. known_bad: mistakes of agent/core/known_bad.py that the agent is to make."""
     with Network() as network, Internet(network) as servers, contextlib.ExitStack() as stack:
         captures = Capture(network, "client", "eth0"), Capture(network, "internet", "eth0")

@@ -1,6 +1,6 @@
 """What somebody else writes into the kernel's tables is found, told and mended; what the agent is writing is no difference.
 
-VERIFY_NAMES (250 addresses each) and VERIFY_CHURN_S make it longer.
+VERIFY_NAMES (250 addresses each), VERIFY_CHURN_S and VERIFY_CHURN_PER_S make it longer.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ NAMES: Final = int(os.environ.get("VERIFY_NAMES", "6"))
 PER_NAME: Final = 250
 CHURN_S: Final = float(os.environ.get("VERIFY_CHURN_S", "3"))
 POLICY: Final = "*.test:7/tcp\n198.51.100.128/25:9002/udp\n!198.51.100.200/32\n"
+# A busy machine's.
+ROW_US_MAX: Final = 15
+CHURN_PER_S: Final = int(os.environ.get("VERIFY_CHURN_PER_S", "1500"))
 # Minutes, where nothing is broken, are a second here.
 FOUND_S_MAX: Final = 20
 
@@ -137,7 +140,7 @@ class TestWhenAsked:
         control = quiet.directory / "run" / "control.sock"
 
         def verify(*options: str) -> tuple[int, str]:
-            command = (sys.executable, "-m", "agent", "--control", control, "verify", *options)
+            command = (sys.executable, "-m", "agent", "--control", str(control), "verify", *options)
             done = quiet.lab.run(quiet.lab.host, *command, check=False)
             return done.returncode, done.stdout + done.stderr
 
@@ -223,11 +226,11 @@ def await_equal(read: Callable[[], object], wanted: object) -> None:
 
 
 def test_names_that_come_and_go_are_no_difference(lab: Lab, tmp_path: Path) -> None:
-    """As many questions a second as the machine can take, up to 5,000; names that live for a second; all compared meanwhile."""
+    """Names that live for a second are asked as fast as the machine allows; all is compared meanwhile."""
     dns = {"ttl-cap": "1s", "ttl-floor": "0s", "keep-while-flow-seen": "0s"}
     datapath = {"verify-every": "0.1s", "questions-per-second": 0}
     with RunningAgent(lab, POLICY, tmp_path / "agent", is_talkative=False, dns=dns, datapath=datapath) as agent:
-        with Lookups(lab, 4_000, 5_000) as lookups:
+        with Lookups(lab, 4_000, CHURN_PER_S) as lookups:
             until = time.monotonic() + CHURN_S
             rounds = 0
             while time.monotonic() < until:
@@ -242,7 +245,7 @@ def test_names_that_come_and_go_are_no_difference(lab: Lab, tmp_path: Path) -> N
 
 
 def test_what_the_background_costs(lab: Lab, tmp_path: Path) -> None:
-    """At most a hundredth of a processor, and of 100,000 rows a round within a minute."""
+    """At most a hundredth of a processor. Where the machine has time a row is 4 us: of 100,000 rows a round in a minute."""
     with RunningAgent(lab, POLICY, tmp_path / "agent", is_talkative=False, datapath={"verify-every": "0.5s"}) as agent:
         for name in range(NAMES):
             assert len(ask(lab, f"many{name}.test", "A", "+tcp").addresses) == PER_NAME
@@ -255,4 +258,4 @@ def test_what_the_background_costs(lab: Lab, tmp_path: Path) -> None:
         print(f"\n{last}")
         assert last["rows"] >= NAMES * PER_NAME
         assert last["worked_ms"] / 1000 <= 0.01 * last["took_s"]
-        assert last["took_s"] / last["rows"] * 100_000 <= 90, "a busy machine's minute"
+        assert last["worked_ms"] * 1000 / last["rows"] <= ROW_US_MAX

@@ -51,7 +51,7 @@ def test_no_octets_read_as_a_key_that_is_packed_otherwise(data: st.DataObject, n
     octets = bytearray(data.draw(st.binary(min_size=size, max_size=size)))
     octets[1:4] = bytes(3)  # prefix lengths that a trie would take, most of the time
     (table,) = [table for table, names in MAPS_OF.items() if name in names]
-    (key,) = abi.unpack_keys(name, octets)
+    (key,) = abi.unpack_keys(name, bytes(octets))
     spelled = abi.core_key(name, bytes(octets))
     if spelled is not None:
         # The same prefix; what stands behind it may differ.
@@ -65,5 +65,5 @@ def test_no_octets_read_as_a_key_that_is_packed_otherwise(data: st.DataObject, n
 
 def _is_written_by_the_core(key: Key) -> bool:
     if isinstance(key, PolicyKey):
-        return isinstance(key.direction, Direction) and (0 <= key.port_bits <= 16 if key.protocol else key.port_bits == 0)
+        return key.direction in set(Direction) and (0 <= key.port_bits <= 16 if key.protocol else key.port_bits == 0)
     return isinstance(key, IpcacheKey) and 0 <= key.prefix.length <= 8 * len(key.prefix.address)
