@@ -13,6 +13,8 @@
  *     c. An uplink may answer for what this host routes on by another interface (proxy ARP, RFC 1027; RFC 4389).
  *  4. Toward the endpoint: what the agent's own sockets send, and our own refusals, pass. Under load the kernel answers a SYN
  *     by a cookie and without a socket: a SYN-ACK made on this host under the agent's mark alone passes too, and opens nothing.
+ *     What the agent sends is for who asked: to an address that is not the endpoint's it is judged like any other packet. A bridge
+ *     brings it to who took its receiver's Ethernet address.
  *     a. From an uplink: what the agent's own sockets send passes, and what this host only forwards, which its own endpoint is to
  *        police. Replies come back to the agent, and to what leaves under the host's address (masqueraded): both leave a flow.
  *     b. Toward an uplink: what this host routes on passes. What goes to many is the host's.
@@ -503,11 +505,11 @@ static __always_inline __u8 judge(void *ctx, struct packet *p, const struct endp
 	if (is_dhcp(e, p, direction)) /* 3a. */
 		return PASS_DHCP;
 	if (direction == DIRECTION_INGRESS) { /* 4. */
-		if (p->origin == ORIGIN_AGENT)
-			return PASS_AGENT;
 		if (p->origin == ORIGIN_ANSWER)
 			return PASS_ANSWER;
-		if (p->origin == ORIGIN_MARKED && (p->tcp_flags & TCP_BEGIN_OR_END) == (TCP_SYN | TCP_ACK))
+		if ((p->origin == ORIGIN_AGENT ||
+		     (p->origin == ORIGIN_MARKED && (p->tcp_flags & TCP_BEGIN_OR_END) == (TCP_SYN | TCP_ACK))) &&
+		    (e->orientation == ORIENTATION_UPLINK || is_own_address(e->endpoint, &p->tuple.destination)))
 			return PASS_AGENT;
 	} else if (e->orientation == ORIENTATION_UPLINK &&
 		   (p->origin == ORIGIN_AGENT || p->origin == ORIGIN_FORWARDED)) { /* 4a. */

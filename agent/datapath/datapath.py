@@ -34,7 +34,7 @@ from agent.datapath.abi import Loss
 from agent.datapath.attach import Hook, HookState
 from agent.datapath.canary import Canary
 from agent.datapath.errors import DatapathError
-from agent.datapath.events import PacketEvent, EventRing
+from agent.datapath.events import EventRing, PacketEvent
 from agent.datapath.maps import Counter, Fill, Flow, KernelTables
 from agent.datapath.pins import UnfitError
 
@@ -255,12 +255,20 @@ class Datapath:
         return max(states, key=list(HookState).index)
 
     def has_programs(self, ifindex: int, orientation: Orientation) -> bool:
-        """Are our programs on both hooks of the interface? Asked of the kernel alone, which costs next to nothing."""
+        """Are our programs on both hooks of the interface? Asked of the kernel alone, which costs next to nothing.
+
+        Of an interface that goes this very moment nothing is said to be missing.
+        """
+        from pyroute2.netlink.exceptions import NetlinkError
+
         map_id = syscall.map_info(self._loaded.fds_by_map["endpoints"]).id
-        return all(
-            attach.state(hook, self._loaded.fds_by_program[program], map_id) is not HookState.ABSENT
-            for program, hook in attach.hooks(attach.interface_name(ifindex), ifindex, orientation).items()
-        )
+        try:
+            return all(
+                attach.state(hook, self._loaded.fds_by_program[program], map_id) is not HookState.ABSENT
+                for program, hook in attach.hooks(attach.interface_name(ifindex), ifindex, orientation).items()
+            )
+        except NetlinkError:
+            return True
 
     def gate_state(self) -> HookState:
         """As hook_state(), of the interception device."""

@@ -415,13 +415,11 @@ class Model:
     ) -> Reason | None:
         """4: what passes whatever the policy says, because of who sent it."""
         if direction is Direction.INGRESS:
-            if origin is Origin.AGENT:
-                return Reason.PASS_AGENT
             if origin is Origin.ANSWER:
                 return Reason.PASS_ANSWER
-            if origin is Origin.MARKED and packet.flags & (_SYN | _ACK | _RST | _FIN) == _SYN | _ACK:
-                return Reason.PASS_AGENT
-            return None
+            is_cookie = origin is Origin.MARKED and packet.flags & (_SYN | _ACK | _RST | _FIN) == _SYN | _ACK
+            is_for_it = endpoint.orientation is Orientation.UPLINK or self._is_own(endpoint, packet.destination)
+            return Reason.PASS_AGENT if is_for_it and (origin is Origin.AGENT or is_cookie) else None
         if endpoint.orientation is not Orientation.UPLINK or origin not in {Origin.AGENT, Origin.FORWARDED}:
             return None
         leaves_flow = packet.may_open(direction) and (origin is Origin.AGENT or self._is_own(endpoint, packet.source))

@@ -112,9 +112,6 @@ def _in_a_container(problem: OSError) -> str:
 def _be_init(channel: Channel, plan: Plan) -> NoReturn:
     try:
         kernel.die_with_parent()
-        # A first process is spared every signal that it has no handler for; Python has one.
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
         _prepare(channel, plan)
         message, _ = channel.hear()
         if not message["ipv6"]:
@@ -239,9 +236,7 @@ def _refuse_ways_round() -> None:
                 rules.add_arch(arch)
     for request in (termios.TIOCSTI, _TIOCLINUX):
         rules.add_rule(seccomp.ERRNO(errno.EPERM), "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFF_FFFF, request))
-    rules.add_rule(
-        seccomp.ERRNO(errno.EAFNOSUPPORT), "socket", seccomp.Arg(0, seccomp.MASKED_EQ, 0xFFFF_FFFF, socket.AF_VSOCK)
-    )
+    rules.add_rule(seccomp.ERRNO(errno.EAFNOSUPPORT), "socket", seccomp.Arg(0, seccomp.MASKED_EQ, 0xFFFF_FFFF, socket.AF_VSOCK))
     rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "io_uring_setup")
     rules.add_rule(seccomp.ERRNO(errno.ENOKEY), "request_key", seccomp.Arg(2, seccomp.NE, 0))
     rules.load()

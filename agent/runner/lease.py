@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +34,7 @@ _HELLO_S_MAX: Final = 2.0
 _SUMMARY_S_MAX: Final = 3.0
 _LOOK_AGAIN_S: Final = 0.005
 _RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+_LIMITS: Final = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_MEMLOCK)
 _ANSWER_OCTETS: Final = 1 << 16
 
 
@@ -74,7 +77,19 @@ class Agents:
             cwd=Path(__file__).parents[2],
             env=environment,
             start_new_session=True,
+            preexec_fn=_be_nobodys,  # noqa: PLW1509 - there is one thread
         )
+
+
+def _be_nobodys() -> None:
+    """An agent is for the runs of others as well: the caller's limits and blocked signals are not its."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for limit in _LIMITS:
+        _, hard = resource.getrlimit(limit)
+        try:
+            resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        except (OSError, ValueError):  # a container without CAP_SYS_RESOURCE
+            resource.setrlimit(limit, (hard, hard))
 
 
 def _is_of(control: Path, namespace: int) -> bool:
@@ -147,9 +162,11 @@ class Lease:
                 self._is_answered = True
                 self._connection.setblocking(False)
                 answer: dict[str, Any] = message["data"]
-                return answer
+                return {**answer, "ipv6": bool(answer["ipv6"])}
         except TimeoutError:
             raise CannotRun(f"the agent at {self._agents.socket} did not attach the run within {patience_s:g} s") from None
+        except (KeyError, TypeError, ValueError):
+            raise CannotRun(f"the agent at {self._agents.socket} is not understood: is it of another release?") from None
         return None
 
     def fileno(self) -> int:

@@ -11,6 +11,7 @@ atomic, so runs that start together need no lock.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import re
@@ -45,6 +46,7 @@ _RTA_OIF: Final = 4
 _RTN_UNICAST: Final = 1
 _RTN_LOCAL: Final = 2
 _LEGACY_TABLES: Final = (Path("/proc/net/ip_tables_names"), Path("/proc/net/ip6_tables_names"))
+_NEW_WITHOUT_IPV6: Final = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
 _SIOCGIFFLAGS: Final = 0x8913
 _IFF_RUNNING: Final = 0x40
 
@@ -127,6 +129,9 @@ def surroundings() -> Surroundings:
         elif _RTA_DST in message.attributes:
             network = ipaddress.ip_network((message.attributes[_RTA_DST], length), strict=False)
             taken.append(network)
+    if has_ipv6:
+        with contextlib.suppress(OSError):
+            has_ipv6 = _NEW_WITHOUT_IPV6.read_text(encoding="ascii").strip() != "1"
     free = [network for network in map(ipaddress.IPv4Network, _CANDIDATES) if not _overlaps(network, taken)]
     if not free:
         raise CannotRun(f"routes of this host lead into every network that a run could have: {', '.join(_CANDIDATES)}")

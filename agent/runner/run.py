@@ -56,6 +56,8 @@ class Order:
 
 def run(order: Order) -> int:
     """The exit code; where COMMAND was ended by a signal this process is, too. Raises CannotRun."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # Python's handler; Ctrl-C is to end us as any signal does
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     inherited = _inherited()
     _fill_standard_descriptors()
     _require_seccomp()
@@ -96,7 +98,7 @@ def run(order: Order) -> int:
         report.say(f"warning: {warning}")
 
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGTTOU})
-    channel.tell(go=True, ipv6=bool(answer["ipv6"]))
+    channel.tell(go=True, ipv6=answer["ipv6"])
     pidfd = _expect(channel, "started")[0]
     _let_go(inherited)
     report.start()
@@ -253,7 +255,6 @@ def _be_killable() -> None:
     """Who reads what we say at the end may take any time. What was sent until here was for COMMAND as well."""
     while signal.sigtimedwait(_PASSED_ON, 0) is not None:
         pass
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 

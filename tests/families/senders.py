@@ -253,6 +253,18 @@ def _origins() -> Iterator[Case]:
                 Sees(EGRESS, frame(CLIENT, OTHER, TCP, tcp(40000, 53, ACK)), R.DROP_POLICY),
             ),
         )
+    for what, to, by in (("an answer", CLIENT, "192.0.2.11"), ("v6: an answer", CLIENT6, "2001:db8:0:a::11")):
+        yield Case(
+            f"4 of the agent: {what}",
+            "passes to who asked; what a bridge brings to somebody else is not his to hear, but where everybody's is",
+            (),
+            (
+                Sees(INGRESS, frame(OTHER6 if ":" in to else OTHER, to, UDP, reply), R.PASS_AGENT, agent),
+                Sees(INGRESS, frame(OTHER6 if ":" in to else OTHER, by, UDP, reply), R.DROP_POLICY, agent),
+                group(ingress=False),
+                Sees(INGRESS, frame(OTHER6 if ":" in to else OTHER, by, UDP, reply), R.PASS_POLICY, agent),
+            ),
+        )
     yield Case(
         "4 without a socket: a datagram",
         "is not believed",

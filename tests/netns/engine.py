@@ -87,13 +87,13 @@ class Engine:
 
     def run(self, name: str, *options: str, network: str = "podman", command: tuple[str, ...] = ("sleep", "300")) -> None:
         """A container that runs when this returns."""
-        made = ("--name", name, "--pidfile", self._pid_file(name), "--network", network)
+        made = ("--name", name, "--pidfile", self.pid_file(name), "--network", network)
         self.podman("run", "--detach", *made, *options, "--rootfs", self.root, *command)
 
     def pid(self, name: str) -> str:
-        return self._pid_file(name).read_text()
+        return self.pid_file(name).read_text()
 
-    def _pid_file(self, name: str) -> Path:
+    def pid_file(self, name: str) -> Path:
         return self.root.parent / f"{name}.pid"
 
     def inside(self, name: str, *command: str) -> str:
@@ -104,7 +104,7 @@ class Engine:
 
     def connect(self, name: str, address: str, port: int = 443) -> str:
         """`connected`, or what nc says; at once when it is refused."""
-        script = f"timeout 2 nc -w 1 {address} {port} </dev/null && echo connected"
+        script = f"timeout 9 nc -w 8 {address} {port} </dev/null && echo connected"
         return self.inside(name, "sh", "-c", script).strip() or "timed out"
 
     def lookup(self, name: str, question: str, server: str) -> str:
@@ -114,8 +114,10 @@ class Engine:
         shown: dict[str, Any] = json.loads(self.podman("inspect", name))[0]
         return shown
 
-    def address(self, name: str, network: str = "podman") -> str:
-        return str(self.shown(name)["NetworkSettings"]["Networks"][network]["IPAddress"])
+    def address(self, name: str) -> str:
+        """As it is inside, which is what podman gave."""
+        inside = ("nsenter", "--target", self.pid(name), "--net", "ip", "-j", "-4", "addr", "show", "scope", "global")
+        return str(json.loads(self.lab.run(self.lab.host, *inside).stdout)[0]["addr_info"][0]["local"])
 
     # --- its API ---------------------------------------------------------------------------------------------------------
 

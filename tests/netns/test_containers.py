@@ -127,7 +127,7 @@ def frames(path: Path) -> int:
 def allows(engine: Engine, container: str, denied: str) -> None:
     """What the policy says: a.test resolves and connects, another name is denied, another address refused."""
     script = f"nslookup -type=a a.test {NAME_SERVER}; nslookup -type=a denied.test {NAME_SERVER}; "
-    script += f"nc -w 1 {ALLOWED} 443 </dev/null && echo in; nc -w 1 {denied} 443 </dev/null && echo out"
+    script += f"nc -w 8 {ALLOWED} 443 </dev/null && echo in; nc -w 8 {denied} 443 </dev/null && echo out"
     said = engine.inside(container, "sh", "-c", script)
     assert f"Address: {ALLOWED}\n" in said, said
     assert "can't find denied.test: NXDOMAIN" in said, said
@@ -237,7 +237,7 @@ def test_containers_by_their_labels_through_all_that_happens_to_them(agent: Runn
     denied = "198.51.100.68"
     engine.run("job", "--label", "policed=yes", network=NETWORK)
     engine.run("other", network=NETWORK)
-    await_endpoint(agent, "job", engine.address("job", NETWORK))
+    await_endpoint(agent, "job", engine.address("job"))
     assert endpoints(agent).keys() == {"job"}
     assert endpoints(agent)["job"]["labels"] == {"by": "configuration", "container": "job", "policed": "yes"}
     allows(engine, "job", denied)
@@ -253,7 +253,7 @@ def test_containers_by_their_labels_through_all_that_happens_to_them(agent: Runn
             agent.await_status(lambda _: endpoints(agent) == {}, within_s=10)
             continue
         agent.await_status(lambda _: not before & {row["endpoint"] for row in endpoints(agent).values()}, within_s=10)  # noqa: B023
-        await_endpoint(agent, "job", engine.address("job", NETWORK))
+        await_endpoint(agent, "job", engine.address("job"))
         allows(engine, "job", denied)
     engine.stop_service()
     agent.await_status(lambda status: status["state"] == "degraded", within_s=10)
@@ -261,7 +261,7 @@ def test_containers_by_their_labels_through_all_that_happens_to_them(agent: Runn
     allows(engine, "job", denied)
     engine.run("late", "--label", "policed=yes", network=NETWORK)
     engine.start_service()
-    await_endpoint(agent, "late", engine.address("late", NETWORK))
+    await_endpoint(agent, "late", engine.address("late"))
     assert endpoints(agent).keys() == {"job", "late"}
     agent.await_status(lambda status: status["state"] == "enforcing", within_s=5)
     engine.podman("rm", "--all", "--force", "--time", "0")
@@ -309,7 +309,7 @@ def test_what_cannot_be_policed_is_said(agent: RunningAgent, engine: Engine) -> 
     assert any(reason.startswith("container labelled is not policed") for reason in agent.status()["reasons"])
     engine.podman("rm", "--force", "--time", "0", "labelled")
     agent.await_status(lambda status: status["state"] == "enforcing", within_s=10)
-    engine.podman("create", "--name", "later", "--rootfs", engine.root, "sleep", "300")
+    engine.podman("create", "--name", "later", "--pidfile", engine.pid_file("later"), "--rootfs", engine.root, "sleep", "300")
     taken = attach(agent, engine, "later")
     assert (taken.returncode, taken.stdout, "does not run" in taken.stderr) == (0, "", True)
     engine.podman("start", "later")
@@ -328,9 +328,8 @@ def test_who_can_make_himself_a_way_out_is_named(agent: RunningAgent, engine: En
     (row,) = (row for row in agent.ask("endpoints") if row["addresses"] == [engine.address("admin")])
     assert re.findall(rf"(\S+): {said}", agent.log.read_text()[logged:]) == [row["interface"]]
     for container in ("plain", "admin", "mapped"):
-        attached = attach(agent, engine, container)
-        assert attached.returncode == 0, attached.stderr
-        assert (f"warning: container {container}: {said}" in attached.stderr) is (container == "admin"), attached.stderr
+        warnings = agent.ask("attach", container=container, engine=str(engine.socket))["warnings"]
+        assert [warning.startswith(f"container {container}: {said}") for warning in warnings] == [True] * (container == "admin")
     engine.run("mighty", "--privileged", "--label", "policed=yes")
     await_endpoint(agent, "mighty", engine.address("mighty"))
     status = agent.status()
@@ -339,7 +338,7 @@ def test_who_can_make_himself_a_way_out_is_named(agent: RunningAgent, engine: En
     attached = namegate(agent, "attach", "--pid", engine.pid("admin"))
     assert (attached.returncode, attached.stderr.startswith(f"warning: {said}")) == (0, True), attached.stderr
     for container in ("plain", "admin", "mapped"):
-        assert namegate(agent, "detach", "--container", container).returncode == 0
+        agent.ask("detach", container=container)
 
 
 def test_docker_by_its_documented_answers(lab: Lab, agent: RunningAgent, docker: Docker, tmp_path: Path) -> None:
@@ -447,6 +446,41 @@ def test_case_146_containers_resolve(agent: RunningAgent, engine: Engine, hook: 
         assert "NXDOMAIN" in engine.lookup(container, "denied.test", servers[0])
         allows(engine, container, denied)
     assert set(reasons(agent, denied)) == {("policy", "not resolved through the proxy")}
+
+
+# A question that nobody answers, for its own address, from another's Ethernet address: a bridge believes who had it last.
+_STEAL = """
+import socket, sys
+mac, own = bytes.fromhex(sys.argv[1].replace(":", "")), socket.inet_aton(sys.argv[2])
+with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as s:
+    s.bind(("eth0", 0))
+    s.send(b"\\xff" * 6 + mac + bytes.fromhex("080600010800060400010200000000aa") + own + bytes(6) + own)
+"""
+_SAY = "import socket, sys; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'for b', (sys.argv[1], 9))"
+
+
+def test_a_neighbour_on_a_bridge_hears_what_it_may_be_sent(
+    lab: Lab, agent: RunningAgent, engine: Engine, hook: Sequence[str]
+) -> None:
+    """The limit of a bridge: under another's Ethernet address (CAP_NET_RAW) one has its frames brought to oneself. Who is
+    closed in ingress gets none of them."""
+    for container in ("a", "b"):
+        engine.run(container, *hook)
+    a, b = engine.address("a"), engine.address("b")
+    namespace = Path(engine.shown("a")["NetworkSettings"]["SandboxKey"]).name
+    lab.run(lab.host, sys.executable, "-c", _SAY, b)  # the host knows its Ethernet address from now on
+    taken = engine.inside("b", "cat", "/sys/class/net/eth0/address").strip()
+    closed = policy_for("web", "{matchName: a.test}") + "  ingress: [{fromCIDR: [203.0.113.99/32]}]\n"
+    for policy, is_heard in ((POLICY, True), (closed, False)):
+        agent.apply(policy)
+        with lab.capture(namespace, "eth0", f"udp and dst host {b}", name=f"heard-{is_heard}") as at_a:
+            for _ in range(4):  # whatever b sends takes its address back
+                lab.run(lab.host, "nsenter", "--target", engine.pid("a"), "--net", sys.executable, "-c", _STEAL, taken, a)
+                lab.run(lab.host, sys.executable, "-c", _SAY, b)
+        assert (frames(at_a.path) > 0) is is_heard
+    (row,) = (row for row in agent.ask("endpoints") if row["addresses"] == [a])
+    drops = [each for each in agent.ask("drops") if each["destination"] == b and each["endpoint"] == row["endpoint"]]
+    assert {each["reason"] for each in drops} == {"policy"}
 
 
 _LISTEN = ("sh", "-c", "while true; do nc -l -p 5432 </dev/null; done")

@@ -5,6 +5,7 @@ RUN_CONCURRENT and RUN_KILLS make two of them longer than in CI.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -126,6 +127,8 @@ def test_the_source_is_the_hosts(host: Host) -> None:
     (("--", "sh", "-c", "kill -TERM $$"), -signal.SIGTERM, ""),
     (("--", "sh", "-c", "kill -KILL $$"), -signal.SIGKILL, ""),
     (("--", "/etc/passwd"), 126, "namegate: /etc/passwd cannot be run: Permission denied\n"),
+    (("--", ""), 127, "namegate:  cannot be run: No such file or directory\n"),
+    (("--allow-file", "/dev/zero", "--", "true"), 125, "namegate: /dev/zero is longer than 16777216 bytes\n"),
     (("--", "no-such-command"), 127, "namegate: no-such-command cannot be run: No such file or directory\n"),
     (("--allow", "a b c", "--", "true"), 125, "namegate: "),
     (("--allow-file", "/no/such", "--", "true"), 125, "namegate: /no/such cannot be read: No such file or directory\n"),
@@ -138,6 +141,12 @@ def test_the_exit_code_is_the_commands(host: Host, arguments: tuple[str, ...], c
     done = host.run(*arguments)
     assert (done.returncode, done.stderr[: len(sentence)]) == (code, sentence), done
     assert bool(done.stderr) == bool(sentence)
+
+
+def test_the_exit_code_where_nothing_can_be_said(host: Host) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = host.inside(*namegate_run("--", "no-such-command"))
+        assert subprocess.run(command, stderr=full, env=host.environment, timeout=30, check=False).returncode == 127
 
 
 def test_the_command_is_the_callers(host: Host, tmp_path: Path) -> None:
@@ -156,6 +165,36 @@ def test_the_command_is_the_callers(host: Host, tmp_path: Path) -> None:
     assert [int(each, 16) for each in said["capabilities"]] == [0, 0, 0xA00425FB, 0]
     assert said["fds"] == [0, 1, 2]
     assert host.run("--", "grep", "Sig[BI]", "/proc/self/status").stdout.split()[1::2] == ["0" * 16] * 2
+
+
+def test_the_environment_has_nothing_of_pythons(host: Host) -> None:
+    """It adds LC_CTYPE where there is no locale."""
+    bare = host.inside("env", "-u", "LC_CTYPE", "-u", "LC_ALL", "-u", "LANG", *namegate_run("--", "env"))
+    said = subprocess.run(bare, capture_output=True, text=True, env=host.environment, timeout=30, check=True).stdout
+    assert "LC_" not in said
+
+
+def test_what_no_namespace_closes(host: Host) -> None:
+    """VM sockets, io_uring, the kernel's way to a program outside; 32-bit programs run, and have neither."""
+    script = """if True:
+        import ctypes, errno, mmap, platform
+        libc = ctypes.CDLL(None, use_errno=True)
+        def call(*arguments):
+            return errno.errorcode[ctypes.get_errno()] if libc.syscall(*arguments) < 0 else "done"
+        numbers = {"x86_64": (41, 249), "aarch64": (198, 218)}[platform.machine()]
+        print(call(numbers[0], 40, 1, 0), call(numbers[0], 2, 1, 0), call(425, 4, None))
+        print(call(numbers[1], b"user", b"namegate-test:SERIAL", b"x", 0))
+        if platform.machine() == "x86_64":
+            memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+            def call_32(number, first):  # mov eax, number; mov ebx, first; int 0x80; ret, with rbx kept
+                memory[:] = (b"\x53\xb8" + number.to_bytes(4, "little") + b"\xbb" + first.to_bytes(4, "little")
+                             + b"\xb9\x01\0\0\0\x31\xd2\xcd\x80\x5b\xc3").ljust(4096)
+                return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))()
+            print(call_32(20, 0) > 0, call_32(359, 40), call_32(359, 2) > 0)
+    """.replace("SERIAL", secrets.token_hex(8))
+    lines = host.run("--", sys.executable, "-c", script).stdout.splitlines()
+    assert lines[:2] == ["EAFNOSUPPORT done ENOSYS", "ENOKEY"]
+    assert lines[2:] in ([], [f"True {-errno.EAFNOSUPPORT} True"])
 
 
 def test_root_keeps_its_name_and_few_capabilities(host: Host) -> None:
@@ -210,6 +249,10 @@ def test_who_would_talk_for_the_command_is_out_of_reach(host: Host) -> None:
             reach = ["--", sys.executable, "-c", f"import socket; socket.socket(1).connect({str(path)!r})"]
             assert "FileNotFoundError" in host.run(*reach, environment=user).stderr
             assert host.run("--keep-socket", path, *reach, environment=user).returncode == 0
+            near = [*reach[:-1], "import socket; socket.socket(1).connect('default')"]
+            assert "FileNotFoundError" in host.run(*near, environment=user, directory=directory).stderr
+            outside = f"{os.getpid()}/root{path}"
+            assert host.run("--", "test", "!", "-e", outside, directory=Path("/proc")).returncode == 0
     finally:
         path.unlink(missing_ok=True)
         directory.rmdir()
@@ -238,6 +281,16 @@ def test_a_network_that_the_host_uses_is_left_to_it(host: Host) -> None:
         assert "10.213." not in host.run("--", "ip", "route").stdout
     finally:
         host.look("ip", "route", "del", "10.213.77.0/24")
+
+
+def test_a_host_without_ipv6_on_new_interfaces(host: Host) -> None:
+    """It has a route to the outside all the same; a run has IPv4 then."""
+    host.lab.settle(host.lab.host, {"ipv6/conf/default/disable_ipv6": 1})
+    try:
+        done = host.run("--allow", "a.test", "--", sys.executable, "-c", CONNECT, ALLOWED, "a.test", "2001:db8:53::7")
+        assert [what for what, _ in json.loads(done.stdout).values()][1:] == ["connected", "OSError"], done
+    finally:
+        host.lab.settle(host.lab.host, {"ipv6/conf/default/disable_ipv6": 0})
 
 
 def test_who_daemonises_stays_inside_and_ends_with_the_command(host: Host, tmp_path: Path) -> None:
@@ -357,6 +410,7 @@ for line in sys.stdin:
         until(lambda: connect("a.test") == "connected", 20)
         until(lambda: connect("evil.test") == "gaierror" and "namegate: denied: evil.test (A)" in errors.read_text(), 20)
         assert pid_behind(control) not in {0, agent}
+        assert f"SigBlk:\t{0:016}\n" in Path(f"/proc/{pid_behind(control)}/status").read_text()  # it can be ended
         given.close()
         assert run.wait(timeout=10) == 0
     assert errors.read_text().count("the agent ended") == 1

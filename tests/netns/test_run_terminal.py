@@ -199,6 +199,41 @@ def test_a_signal_to_the_runner_is_the_commands(host: Host, number: signal.Signa
     assert run.returncode == 7
 
 
+def test_a_reader_that_stands_still_holds_up_no_signal(host: Host) -> None:
+    """Denials fill the pipe behind standard error; the run ends like any other all the same."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    ask = "import socket\nfor i in range(100):\n  try: socket.getaddrinfo(f'no-{i}', 1)\n  except OSError: pass\nprint(flush=True)"
+    command = host.inside(*namegate_run("--", sys.executable, "-c", f"{ask}\ninput()"))
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing, env=host.environment) as run:
+            assert run.stdout is not None
+            assert run.stdout.readline() == b"\n"
+            run.terminate()
+            try:
+                assert run.wait(timeout=10) == -signal.SIGTERM
+            finally:
+                run.kill()
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_ctrl_c_while_it_begins(host: Host, tmp_path: Path) -> None:
+    """It ends by the signal, as a program that knows nothing of signals, and says nothing."""
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "control.sock"))
+        agent.listen()
+        command = host.inside(*namegate_run("--", "true"))
+        control = {"NAMEGATE_CONTROL": str(tmp_path / "control.sock")}
+        with subprocess.Popen(command, stderr=subprocess.PIPE, env={**host.environment, **control}) as run:
+            connection, _ = agent.accept()
+            with connection:
+                run.send_signal(signal.SIGINT)
+                assert run.communicate(timeout=10)[1] == b""
+                assert run.returncode == -signal.SIGINT
+
+
 def test_a_closed_terminal(host: Host, tmp_path: Path) -> None:
     """COMMAND hears of it, and nothing of the run stays."""
     heard = tmp_path / "heard"

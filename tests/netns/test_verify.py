@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,7 @@ CHURN_S: Final = float(os.environ.get("VERIFY_CHURN_S", "3"))
 POLICY: Final = "*.test:7/tcp\n198.51.100.128/25:9002/udp\n!198.51.100.200/32\n"
 # A busy machine's.
 ROW_US_MAX: Final = 15
+NETWORKS: Final = 300
 CHURN_PER_S: Final = int(os.environ.get("VERIFY_CHURN_PER_S", "1500"))
 # Minutes, where nothing is broken, are a second here.
 FOUND_S_MAX: Final = 20
@@ -225,8 +227,8 @@ def await_equal(read: Callable[[], object], wanted: object) -> None:
         time.sleep(0.05)
 
 
-def test_names_that_come_and_go_are_no_difference(lab: Lab, tmp_path: Path) -> None:
-    """Names that live for a second are asked as fast as the machine allows; all is compared meanwhile."""
+def test_what_the_agent_writes_is_no_difference(lab: Lab, tmp_path: Path) -> None:
+    """Names that live for a second are asked all the time, then policies of many rows change; all is compared meanwhile."""
     dns = {"ttl-cap": "1s", "ttl-floor": "0s", "keep-while-flow-seen": "0s"}
     datapath = {"verify-every": "0.1s", "questions-per-second": 0}
     with RunningAgent(lab, POLICY, tmp_path / "agent", is_talkative=False, dns=dns, datapath=datapath) as agent:
@@ -238,10 +240,23 @@ def test_names_that_come_and_go_are_no_difference(lab: Lab, tmp_path: Path) -> N
                 assert said["found"] == 0, said
                 assert said["background"] is None or said["background"]["found"] == 0, said
                 rounds += 1
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            applied = beside.submit(change_policies, agent)
+            while not applied.done():
+                assert agent.ask("verify")["found"] == 0
+                rounds += 1
+            applied.result()
         status = agent.status()
         print(f"\n{rounds} comparisons while {lookups.looked.sent} questions were asked: {status['counters']}")
         assert rounds > 1
         assert not {"foreign kernel rows deleted", "kernel rows written again"} & status["counters"].keys()
+
+
+def change_policies(agent: RunningAgent) -> None:
+    """Hundreds of rows come and go."""
+    networks = "".join(f"203.0.{number // 256}.{number % 256}/32:80/tcp\n" for number in range(NETWORKS))
+    for policy in (POLICY + networks, POLICY):
+        agent.apply(policy)
 
 
 def test_what_the_background_costs(lab: Lab, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import pwd
 import socket
 import threading
@@ -20,8 +21,8 @@ from agent.cli.environment import Environment
 from agent.control.runs import own_network_namespace, runs_socket
 from agent.runner import CannotRun, masks
 from agent.runner.identity import identity
-from agent.runner.lease import Agents
-from agent.runner.report import line_of, summary_lines
+from agent.runner.lease import Agents, Lease
+from agent.runner.report import Report, line_of, summary_lines
 
 NOBODY = pwd.getpwnam("nobody")
 
@@ -74,6 +75,30 @@ def test_what_is_covered(tmp_path: Path) -> None:
     named = [directory, inner, tmp_path / "missing", other]
     assert {directory, other} <= set(masks.masked(os.getuid(), "x", named, [])) - {inner}
     assert set(masks.masked(os.getuid(), "x", named, [inner])) & {*named} == {other}
+    everywhere = tmp_path / "everywhere"
+    everywhere.symlink_to("/")
+    assert other in masks.masked(os.getuid(), "x", [everywhere, other], [])
+
+
+def test_a_terminal_is_told_at_the_end_and_not_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many names COMMAND invents."""
+    master, terminal = pty.openpty()
+    monkeypatch.setattr(os, "isatty", lambda fd: True)
+    report = Report(wants_summary=False)
+    report.start()
+    for i in range(3_000):
+        report.take({**QUESTION, "name": f"n{i}."})
+    kept = os.dup(2)
+    os.dup2(terminal, 2)
+    try:
+        report.finish(None)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(terminal)
+    said = os.read(master, 1 << 16).decode().splitlines()
+    os.close(master)
+    assert said[-1] == "namegate: and at least 985 more: --summary says them all"
 
 
 QUESTION = {"kind": "question", "name": "evil.test.", "type": "A", "verdict": "denied", "why": "no rule", "allow": "evil.test"}
@@ -152,6 +177,15 @@ def test_a_named_agent_is_the_only_one(tmp_path: Path) -> None:
     agents = Agents(tmp_path / "named", tmp_path / "other")
     assert agents.socket == tmp_path / "named"
     assert not agents.is_ours
+
+
+@pytest.mark.parametrize("answer", [{"interface": "ngrun0"}, "attached"])
+def test_an_agent_of_another_release_is_said(tmp_path: Path, answer: object) -> None:
+    control = tmp_path / "control.sock"
+    with an_agent(control, answer):
+        lease = Lease(Agents(control, control), {})
+        with pytest.raises(CannotRun, match="is not understood: is it of another release"):
+            lease.attach()
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
