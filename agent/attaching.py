@@ -1,20 +1,24 @@
 """Attaching while the agent runs: by command, as long as a connection lives, and as container engines report.
 
 Rule 1: `attach` is answered when the interface is policed as was said; refused, everything is as it was before.
-Rule 2: an agent for runs ends when nobody has held a lease for IDLE_S.
+Rule 2: a command does not change what is said of an endpoint: other labels can open it, and nobody would notice. Who means it
+detaches it first. A lease and the OCI hook say what an interface is that was made for them.
+Rule 3: an agent for runs ends when nobody has held a lease for IDLE_S.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from agent.attachments import COMMAND, LEASE, Attachment, Attachments, Followed, PolicyText, own_policies
-from agent.config import ENDPOINT_KEYS, ConfigError, ContainerSettings, EndpointSettings, endpoint_of
+from agent.config import ENDPOINT_KEYS, ConfigError, ContainerSettings, EndpointSettings, endpoint_of, said_of
 from agent.control import ControlError
+from agent.core.types import Orientation
 from agent.documents.remarks import PolicyError
 from agent.drops import Drops
 from agent.facts import Row
@@ -37,7 +41,8 @@ log = logging.getLogger("namegate")
 class World(Protocol):
     """What attaching needs of the shell. host_endpoints, hooks, drops: theirs. look_now: returns when the engine knows of all
     that is there by now. judged: every endpoint of now is judged, or why not. problem_of: why this interface is no endpoint.
-    watch: every question of this endpoint is told to its lease from now on, or no longer.
+    watch: every question of this endpoint is told to its lease from now on, or no longer. unclosed: interfaces that no policy
+    closes. warn_of_forwarding: where it is off and these endpoints need it.
     """
 
     host_endpoints: HostEndpoints
@@ -49,6 +54,8 @@ class World(Protocol):
     async def judged(self, policies: None, patience_s: float) -> str | None: ...
     def problem_of(self, interface: str) -> str | None: ...
     def watch(self, endpoint: int, *, is_watched: bool) -> None: ...
+    def unclosed(self) -> list[str]: ...
+    def warn_of_forwarding(self, numbers: Iterable[int]) -> None: ...
 
 
 class Attaching:
@@ -113,6 +120,10 @@ class Attaching:
         ifindex, interface = attachment.ifindex, attachment.settings.interface
         if ifindex in self._coming:
             raise ControlError(f"{interface} is being attached at this moment", 1)
+        is_by_command = attachment.owner != LEASE and attachment.hooked is None
+        if is_by_command and (objection := self._objection(ifindex, attachment.settings, attachment.texts)) is not None:
+            raise ControlError(objection, 1)
+        was_endpoint = self._world.host_endpoints.in_force(interface, ifindex) is not None
         before = self._attachments.by_ifindex.get(ifindex)
         self._attachments.put(attachment)
         self._coming.add(ifindex)
@@ -134,8 +145,10 @@ class Attaching:
             log.warning("%s: %s", interface, warning)
         answer: Row = {"endpoint": number, "interface": interface}
         if attachment.owner != LEASE:
-            return answer
-        lease = Lease(number, ifindex, {**answer, "ipv6": has_ipv6}, self._clock, self._end)
+            self._world.warn_of_forwarding([number])
+            return {**answer, "was_endpoint": was_endpoint, "open": self._unclosed_of([interface])}
+        first = {**answer, "ipv6": has_ipv6, "device": self._device}
+        lease = Lease(number, ifindex, first, self._clock, self._end)
         self.leases[number] = lease
         self._world.watch(number, is_watched=True)
         return lease
@@ -144,6 +157,11 @@ class Attaching:
         self._world.host_endpoints.release(ifindex)
         self._attachments.remove([ifindex])
         await self._world.look_now()
+
+    async def hear_of_container(self, arguments: Mapping[str, Any]) -> Row:
+        """The OCI hook let none start; its runtime may not show why."""
+        log.error("container %s is not started: %s", arguments.get("container"), arguments.get("why"))
+        return {}
 
     async def unfollow(self, container: str) -> Row:
         was_attached = self._containers.unfollow(container)
@@ -159,16 +177,54 @@ class Attaching:
     async def _attachment(self, arguments: Mapping[str, Any]) -> Attachment:
         settings = self._settings({key: arguments.get(key) for key in ENDPOINT_KEYS})
         texts = _policy_texts(arguments.get("policies"))
+        allowed = _networks(arguments.get("allow_addresses"))
+        if allowed and texts is None:
+            raise ControlError("`allow_addresses` is of an attachment's own `policies`")
         try:
-            policies = None if texts is None else await asyncio.to_thread(own_policies, texts)
+            policies = None if texts is None else await asyncio.to_thread(own_policies, texts, allowed)
         except PolicyError as error:
             raise ControlError(str(error), 1) from None
         link = (await asyncio.to_thread(links)).get(settings.interface)
         if link is None:
             raise ControlError(absent(settings.interface), 1)
+        if settings.orientation is Orientation.BEHIND and link.ifindex in await asyncio.to_thread(forwarding.uplinks):
+            raise ControlError(
+                f"{settings.interface} is an uplink of this host: a default route leaves by it, and policed like a workload's "
+                "interface it would cut the host's own DNS; police it by an entry of `endpoints` in the configuration with "
+                "`orientation: uplink`",
+                1,
+            )
         hooked = settings.labels if arguments.get("hook") is True else None
         owner = LEASE if arguments.get("lease") is True else COMMAND
-        return Attachment(link.ifindex, settings, owner, texts, policies, hooked)
+        return Attachment(link.ifindex, settings, owner, texts, policies, hooked, allowed)
+
+    def _objection(self, ifindex: int, settings: EndpointSettings, texts: tuple[PolicyText, ...] | None) -> str | None:
+        """Why a command may not say this of the interface: something else is in force of it."""
+        interface = settings.interface
+        present = self._world.host_endpoints.in_force(interface, ifindex)
+        if present is None:
+            return None
+        now, then = said_of(present), said_of(settings)
+        attachment = self._attachments.by_ifindex.get(ifindex)
+        different = [key for key in ENDPOINT_KEYS[1:] if now[key] != then[key]]
+        if texts != (attachment.texts if attachment is not None else None):
+            different.append("policies")
+        if not different:
+            return None
+        return (
+            f"{interface} is an endpoint already, with other {', '.join(different)}, and they stay in force: "
+            f"`namegate detach {interface}` first, and it can be attached as something else"
+        )
+
+    def _after_hook(self, ifindex: int, settings: EndpointSettings) -> EndpointSettings:
+        """What the hook attached keeps its labels, and those of its container are added: that replaces nothing."""
+        attachment = self._attachments.by_ifindex.get(ifindex)
+        if attachment is None or attachment.hooked is None:
+            return settings
+        return dataclasses.replace(settings, labels=attachment.settings.labels)
+
+    def _unclosed_of(self, interfaces: Iterable[str]) -> list[str]:
+        return sorted({*interfaces} & {*self._world.unclosed()})
 
     def _settings(self, said: Mapping[str, object]) -> EndpointSettings:
         try:
@@ -255,10 +311,19 @@ class Attaching:
     async def _follow(self, container: str, arguments: Mapping[str, Any]) -> Row:
         settings = self._settings({**{key: arguments.get(key) for key in ENDPOINT_KEYS}, "interface": "container"})
         engine = str(arguments.get("engine") or "")
+        coming: set[int] = set()
+
+        def objection(found: Mapping[int, EndpointSettings]) -> str | None:
+            coming.update(found)
+            objections = (self._objection(ifindex, self._after_hook(ifindex, each), None) for ifindex, each in found.items())
+            return next(filter(None, objections), None)
+
         try:
-            attached = await self._containers.follow(container, Path(engine) if engine else None, settings)
+            attached = await self._containers.follow(container, Path(engine) if engine else None, settings, objection)
         except ContainerError as error:
             raise ControlError(str(error), 1) from None
+        for ifindex in coming:
+            self._world.host_endpoints.take_back(ifindex)
         self._attachments.followed[attached.name] = Followed(attached.name, engine, settings)
         self._attachments.save()
         await self._world.look_now()
@@ -266,7 +331,12 @@ class Attaching:
         if problem is not None:
             raise ControlError(f"container {attached.name} is not enforced: {problem}", 1)
         await self._world.hooks.at_rest()
-        return {"container": attached.name, "interfaces": attached.interfaces, "warnings": attached.warnings}
+        return {
+            "container": attached.name,
+            "interfaces": attached.interfaces,
+            "warnings": attached.warnings,
+            "open": self._unclosed_of(attached.interfaces),
+        }
 
     def _report(
         self, owner: str, found: Mapping[int, EndpointSettings] | None, problems: Sequence[str], warnings: Sequence[str]
@@ -287,3 +357,11 @@ def _policy_texts(given: object) -> tuple[PolicyText, ...] | None:
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise ControlError("`policies` is a list of objects with `name` and `text`")
     return tuple(PolicyText(str(each.get("name", "policy")), str(each.get("text", ""))) for each in given)
+
+
+def _networks(given: object) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise ControlError("`allow_addresses` is a list of networks")
+    return tuple(given)

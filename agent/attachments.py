@@ -25,6 +25,7 @@ from agent.core.rules import Entity, LabelSelector, Origin, Policy, Rule
 from agent.core.types import Direction
 from agent.documents.remarks import Mistake, PolicyError
 from agent.policy.files import read_policy_text
+from agent.policy.values import read_prefix
 
 COMMAND: Final = "command"
 LEASE: Final = "lease"
@@ -44,7 +45,8 @@ class PolicyText(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """owner: COMMAND, LEASE, or who reported it. texts: None where everybody's policies judge it; policies: the same, read.
-    hooked: the labels that the OCI hook gave it; None where it was not attached by that.
+    hooked: the labels that the OCI hook gave it; None where it was not attached by that. allow_addresses: what the guard lets
+    through for names of its own policies.
     """
 
     ifindex: int
@@ -53,6 +55,7 @@ class Attachment:
     texts: tuple[PolicyText, ...] | None = None
     policies: tuple[Policy, ...] | None = None
     hooked: Mapping[str, str] | None = None
+    allow_addresses: tuple[str, ...] = ()
 
 
 class Followed(NamedTuple):
@@ -149,6 +152,7 @@ class Attachments:
                     "ifindex": each.ifindex,
                     "owner": each.owner,
                     "texts": each.texts,
+                    "allow_addresses": each.allow_addresses,
                     "endpoint": said_of(each.settings),
                     "hooked": None if each.hooked is None else dict(each.hooked),
                 }
@@ -170,7 +174,8 @@ class Attachments:
             raise ValueError(f"version {said['version']}")
         for each in said["attachments"]:
             texts = None if each["texts"] is None else tuple(PolicyText(*text) for text in each["texts"])
-            policies = None if texts is None else own_policies(texts)
+            allowed = tuple(map(str, each.get("allow_addresses", ())))
+            policies = None if texts is None else own_policies(texts, allowed)
             attachment = Attachment(
                 int(each["ifindex"]),
                 endpoint_of(each["endpoint"], device),
@@ -178,6 +183,7 @@ class Attachments:
                 texts,
                 policies,
                 each["hooked"],
+                allowed,
             )
             self.by_ifindex[attachment.ifindex] = attachment
         for container, engine, endpoint in said["containers"]:
@@ -188,8 +194,11 @@ class Attachments:
         return ControlError(f"{self._path}, which says what was attached, cannot be read ({why}): remove it to start without")
 
 
-def own_policies(texts: Iterable[PolicyText]) -> tuple[Policy, ...]:
-    """Raises PolicyError with the mistakes of all texts. Whom they select is of no account: they are for this one endpoint."""
+def own_policies(texts: Iterable[PolicyText], allow_addresses: Iterable[str] = ()) -> tuple[Policy, ...]:
+    """Raises PolicyError with the mistakes of all texts. Whom they select is of no account: they are for this one endpoint.
+
+    allow_addresses: networks that the address guard lets through for all of their names.
+    """
     origin = Origin("its own policies", 1)
     from_host = Rule(Direction.INGRESS, peers=(Entity.HOST,), ports=None, origin=origin)
     closed = Policy("closed", LabelSelector(), (from_host,), default_deny_egress=True, default_deny_ingress=True, origin=origin)
@@ -198,6 +207,12 @@ def own_policies(texts: Iterable[PolicyText]) -> tuple[Policy, ...]:
         reading = read_policy_text(text.name, text.text.encode(errors="surrogatepass"))
         mistakes += reading.mistakes
         policies += reading.policies
+    prefixes = []
+    for number, network in enumerate(allow_addresses, start=1):
+        try:
+            prefixes.append(read_prefix(network)[0])
+        except ValueError as error:
+            mistakes.append(Mistake("--allow-addresses", number, "", str(error)))
     if mistakes:
         raise PolicyError(mistakes)
-    return tuple(policies)
+    return tuple(dataclasses.replace(each, allow_addresses=(*each.allow_addresses, *prefixes)) for each in policies)

@@ -28,6 +28,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
+from agent.control.runs import RUNS_DEVICE
 from agent.core.distinct import NAMES_OF_A_MINUTE_MAX
 from agent.core.known_bad import KnownBad
 from agent.core.settings import Upstream
@@ -333,7 +334,7 @@ def for_runs(directory: Path, network_namespace: int, resolv_conf: Path = RESOLV
         control=ControlSettings(directory / "control.sock"),
         datapath=DatapathSettings(
             pin_directory=runs_pins(network_namespace),
-            device="ng-runs",
+            device=RUNS_DEVICE,
             routing_table=2005,
             rule_priority=8,
         ),

@@ -15,7 +15,7 @@ from typing import Final
 
 from agent.control.listings import Listings, Row
 from agent.core.types import PROTOCOL_NAMES, Direction, text_of
-from agent.datapath.abi import Loss
+from agent.datapath.abi import Loss, Reason
 from agent.datapath.datapath import Datapath
 from agent.datapath.events import PacketEvent
 
@@ -100,16 +100,24 @@ def _row(event: PacketEvent, listings: Listings) -> Row:
     return {
         "time": dt.datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "endpoint": event.endpoint,
+        "interface": listings.interface_of(event.endpoint),
         "reason": event.reason.text,
         "audited": event.audited,
         "direction": event.direction.name.lower(),
-        "protocol": PROTOCOL_NAMES.get(event.protocol, str(event.protocol)),
+        "protocol": _protocol(event),
         "source": text_of(event.source),
         "destination": text_of(event.destination),
         "source_port": event.source_port,
         "port": event.policy_port,
         "identity": event.identity,
         "rule": listings.rule_text(event.cookie) if event.cookie else "no rule",
-        "names": listings.names_on(remote),
-        "why": listings.why_dropped(event.reason.text, remote, is_egress=is_egress),
+        "names": listings.names_on(remote, event.endpoint),
+        "why": listings.why_dropped(event.reason.text, remote, event.endpoint, is_egress=is_egress),
     }
+
+
+def _protocol(event: PacketEvent) -> str:
+    """By name. ARP has no number among those of IP; a claim by neighbour discovery is ICMPv6."""
+    if event.reason is Reason.DROP_NEIGHBOUR_CLAIM and not event.protocol:
+        return "arp"
+    return PROTOCOL_NAMES.get(event.protocol, str(event.protocol))

@@ -18,15 +18,6 @@ LINES_MAX: Final = 1_000
 Row = dict[str, Any]
 
 
-def question_verdict(fields: Mapping[str, Any]) -> str | None:
-    """What became of a question: allowed, audited, denied or failed; it failed as well where its client hung up."""
-    outcome = fields["outcome"]
-    if outcome == "released":
-        verdict: str | None = fields.get("verdict")
-        return verdict
-    return "denied" if outcome == "denied" else "failed"
-
-
 class Stream:
     """Lines for one reader."""
 

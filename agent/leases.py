@@ -11,8 +11,10 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
+from agent.core.guard import Kind
 from agent.core.types import PROTOCOL_NAMES, question_type_text
-from agent.facts import Row, Stream, question_verdict
+from agent.facts import Row, Stream
+from agent.outcome import question_verdict
 
 REPEAT_AFTER_S: Final = 10.0
 KINDS_MAX: Final = 1_000
@@ -21,6 +23,9 @@ _Key = tuple[object, ...]
 
 _LISTED: Final = re.compile(r"(?:[-a-z0-9_]+\.)*+[0-9]*+[-a-z_][-a-z0-9_]*+")
 _PORTLESS: Final = frozenset({"icmp", "icmpv6"})
+# Where somebody may have a server of his own. What else a name has no business with, as a cloud's metadata service, is told and
+# not suggested.
+_NEIGHBOURHOOD: Final = frozenset({Kind.PRIVATE, Kind.CGNAT, Kind.ULA, Kind.HOST})
 
 
 class Lease:
@@ -45,7 +50,9 @@ class Lease:
         self._told_at: dict[_Key, float] = {}
         self._names: dict[_Key, int] = {}  # name, verdict
         self._drops: dict[_Key, Row] = {}
+        self._guarded: dict[_Key, Row] = {}
         self._allow: dict[str, None] = {}
+        self._allow_addresses: dict[str, None] = {}
         self._unlisted = 0
 
     def lines(self) -> AsyncIterator[Row]:
@@ -56,8 +63,17 @@ class Lease:
         """The last line."""
         await self._end(self)
         names = [{"name": name, "verdict": verdict, "count": count} for (name, verdict), count in self._names.items()]
-        drops = list(self._drops.values())
-        return {"summary": {"names": names, "drops": drops, "allow": list(self._allow), "unlisted": self._unlisted}}
+        # What was seen with its port needs no entry for every port.
+        narrowed = {entry.partition(separator)[0] for entry in self._allow for separator in ":/" if separator in entry}
+        summary = {
+            "names": names,
+            "drops": list(self._drops.values()),
+            "guarded": list(self._guarded.values()),
+            "allow": [entry for entry in self._allow if entry not in narrowed],
+            "allow_addresses": list(self._allow_addresses),
+            "unlisted": self._unlisted,
+        }
+        return {"summary": summary}
 
     # --- what is told --------------------------------------------------------------------------------------------------
 
@@ -84,7 +100,7 @@ class Lease:
         if drop["direction"] != "egress":
             return
         said = {key: drop[key] for key in ("protocol", "destination", "port", "names", "audited")}
-        said["why"] = drop["why"] or drop["reason"]
+        said["why"] = (drop["why"] or drop["reason"]).partition(": ")[0]  # behind that are the names
         key = drop["protocol"], drop["destination"], drop["port"], drop["audited"]
         if key in self._drops:
             self._drops[key]["count"] += 1
@@ -93,6 +109,22 @@ class Lease:
         else:
             self._unlisted += 1
         self._tell(key, {"kind": "drop", **said}, _entry(drop))
+
+    def take_guarded(self, fields: Mapping[str, Any]) -> None:
+        """Of a fact about addresses that a name may not stand for (agent/core/guard.py)."""
+        for address, kind in fields["addresses"].items():
+            key = "guard", fields["name"], address, fields["audited"]
+            said = {"name": fields["name"], "address": address, "sort": kind, "audited": fields["audited"]}
+            if key in self._guarded:
+                self._guarded[key]["count"] += 1
+            elif len(self._guarded) < KINDS_MAX:
+                self._guarded[key] = {**said, "count": 1}
+            else:
+                self._unlisted += 1
+            network = f"{address}/{128 if ':' in address else 32}" if kind in _NEIGHBOURHOOD else None
+            if network is not None and len(self._allow_addresses) < KINDS_MAX:
+                self._allow_addresses[network] = None
+            self._tell(key, {"kind": "guard", **said, "allow_addresses": network}, None)
 
     def _tell(self, key: _Key, fact: Row, allow: str | None) -> None:
         if allow is not None and len(self._allow) < KINDS_MAX:

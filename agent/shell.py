@@ -58,7 +58,7 @@ from agent.core.reconciler import BATCH_ROWS_MAX
 from agent.core.records import Record
 from agent.core.rules import Policy
 from agent.core.settings import Settings
-from agent.core.types import Address, Direction, Write, question_type_text
+from agent.core.types import Address, Direction, Orientation, Write, question_type_text
 from agent.datapath.abi import Reason
 from agent.datapath.attach import HookState
 from agent.datapath.datapath import Datapath
@@ -74,6 +74,7 @@ from agent.facts import Facts, Listener
 from agent.history_file import HistoryFile
 from agent.holder.client import HolderLink
 from agent.hooks import Hooks
+from agent.host import forwarding
 from agent.host.endpoints import HostEndpoints
 from agent.host.interfaces import Interfaces
 from agent.host.watch import NetworkWatch
@@ -228,6 +229,15 @@ class Shell:
         self._hear()
         if self._holder is not None:
             self._holder.require()
+        self.warn_of_forwarding(self._engine.groups.endpoints)
+
+    def warn_of_forwarding(self, numbers: Iterable[int]) -> None:
+        """Where what is behind these endpoints goes no further than this host."""
+        added = [self._engine.groups.endpoints[number].added for number in numbers]
+        behind = {each.interface: each.ifindex for each in added if each.orientation is Orientation.BEHIND}
+        has_ipv6 = any(len(address) == 16 for each in added for address in each.addresses)
+        if behind:
+            self._loop.run_in_executor(None, _warn_of_forwarding, behind, has_ipv6)
 
     async def drain(self) -> None:
         """Take no more questions, and answer those that are open: what comes now waits for the next agent, or its holder."""
@@ -412,7 +422,7 @@ class Shell:
         if ticket is not None and not ticket.done():
             ticket.set_result(effect.error)
         if effect.error is None:
-            for interface in self._open():
+            for interface in self.unclosed():
                 log.warning("no policy closes %s: what it sends is not enforced", interface)
             if effect.ticket is _START:
                 self._loop.call_soon(self._enforcing)  # it takes questions in, which is nothing to do within an effect
@@ -425,6 +435,10 @@ class Shell:
         endpoint = fact.fields.get("endpoint")
         if fact.kind == "question" and isinstance(endpoint, int) and endpoint in self._attaching.leases:
             self._attaching.leases[endpoint].take_question(fact.fields)
+        if fact.kind == "guard":
+            self._explain.hear_of_guard(fact.fields, fact.at)
+            if isinstance(endpoint, int) and endpoint in self._attaching.leases:
+                self._attaching.leases[endpoint].take_guarded(fact.fields)
         is_usual = fact.kind == "question" and fact.fields.get("outcome") == "released"
         level = logging.DEBUG if is_usual else logging.INFO
         is_for_log = fact.is_for_log and log.isEnabledFor(level)
@@ -564,6 +578,7 @@ class Shell:
             "endpoints": lambda _: self._status.endpoints(),
             "apply": self._apply,
             "attach": self._attaching.attach,
+            "not-started": self._attaching.hear_of_container,
             "facts": self._listen,
             "verify": self._verify.answer,
             "detach": self._detach,
@@ -598,7 +613,7 @@ class Shell:
         problem = await self.judged(policies, timeout if arguments.get("wait") else 0)
         if problem is not None:
             raise ControlError(f"refused, the policies in force stay: {problem}", 1)
-        return {"policies": len(policies), "changed": changed, "open": self._open()}
+        return {"policies": len(policies), "changed": changed, "open": self.unclosed()}
 
     async def judged(self, policies: tuple[Policy, ...] | None, patience_s: float) -> str | None:
         """Every endpoint there is now is judged by these policies (None: by those there are), or why it is not.
@@ -634,7 +649,7 @@ class Shell:
             raise ControlError(f"{interface} cannot be let go: the log says why, and `namegate endpoints` what it is", 1)
         return {"interface": interface}
 
-    def _open(self) -> list[str]:
+    def unclosed(self) -> list[str]:
         """Interfaces that no policy closes in any direction."""
         return [str(row["interface"]) for row in self._listings().endpoints() if not row["default_deny"]]
 
@@ -684,6 +699,13 @@ def _shown(fact: Fact, listings: Listings) -> Row:
         cookie = int(str(said.pop("cookie")))
         said["rule"] = listings.rule_text(cookie) if cookie else "no rule"
     return said
+
+
+def _warn_of_forwarding(behind: Mapping[str, int], has_ipv6: bool) -> None:
+    with contextlib.suppress(OSError):
+        off = forwarding.off(forwarding.routed(behind), has_ipv6=has_ipv6)
+        if off is not None:
+            log.warning("%s; to turn it on: %s", off.found, off.remedy)
 
 
 def _settings(config: Config) -> Settings:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,8 +18,6 @@ from agent.control import ControlError
 if TYPE_CHECKING:
     from agent.host.peers import Behind
 
-HOOKS_DIRECTORY: Final = Path("/etc/containers/oci/hooks.d")
-HOOK_FILE: Final = "namegate.json"
 # Longer than the hook's own patience with the agent: its sentence is the better one.
 _HOOK_TIMEOUT_S: Final = 20
 # An agent that starts, or compiles, answers when it is done.
@@ -37,8 +36,21 @@ class _Target(NamedTuple):
     hook: bool
 
 
+def _ask_there(context: click.Context, _parameter: click.Parameter, control: Path | None) -> None:
+    if control is not None:
+        context.obj.control = control
+
+
 def _targets(command: Any) -> Any:
     for option in (
+        click.option(
+            "--control",
+            type=click.Path(path_type=Path),
+            metavar="PATH",
+            expose_value=False,
+            callback=_ask_there,
+            help="The agent's control socket, here or before the command.",
+        ),
         click.option("--hook", is_flag=True, help="Each container that podman starts, before its first instruction."),
         click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="The network namespace of a process."),
         click.option("--netns", metavar="NAME", help="A network namespace of `ip netns`."),
@@ -52,10 +64,8 @@ def _targets(command: Any) -> Any:
 _hooks_directory = click.option(
     "--hooks-dir",
     type=click.Path(path_type=Path),
-    default=HOOKS_DIRECTORY,
-    show_default=True,
     metavar="DIR",
-    help="With --hook.",
+    help="With --hook: else where podman reads by its configuration.",
 )
 
 
@@ -95,7 +105,7 @@ def attach(
     dhcp: bool,
     engine: str | None,
     is_for_all: bool,
-    hooks_dir: Path,
+    hooks_dir: Path | None,
 ) -> None:
     """Police an interface, a container, or what leads into a network namespace, besides the configuration's endpoints.
 
@@ -142,8 +152,10 @@ def _attach_behind(session: Session, behind: Behind, addresses: tuple[str, ...],
     try:
         for peer in behind.peers:
             its = list(addresses) or [text_of(address) for address in peer.addresses]
-            _tell(session.ask("attach", patience=_PATIENCE_S, interface=peer.interface, addresses=its, **said))
-            done.append(peer.interface)
+            answer = session.ask("attach", patience=_PATIENCE_S, interface=peer.interface, addresses=its, **said)
+            _tell(answer)
+            if isinstance(answer, dict) and not answer.get("was_endpoint"):
+                done.append(peer.interface)
     except ControlError:
         for name in done:
             session.ask("detach", interface=name)
@@ -157,8 +169,11 @@ def _tell(answer: object) -> None:
         raise Sentence("the agent's answer to `attach` is not understood: is it of another release?")
     for warning in answer.get("warnings") or ():
         click.echo(f"warning: {warning}", err=True)
+    unclosed = answer.get("open") or ()
+    for interface in unclosed:
+        click.echo(f"warning: no policy closes {interface}: what it sends is not enforced", err=True)
     for interface in answer.get("interfaces") or filter(None, [answer.get("interface")]):
-        click.echo(f"{interface} is policed")
+        click.echo(f"{interface} is {'attached, and open' if interface in unclosed else 'policed'}")
 
 
 @click.command(
@@ -189,7 +204,7 @@ def detach(
     pid: int | None,
     hook: bool,
     path: Path | None,
-    hooks_dir: Path,
+    hooks_dir: Path | None,
 ) -> None:
     """Take the programs off: what goes through the interface passes from then on.
 
@@ -265,24 +280,28 @@ def _labels(texts: tuple[str, ...]) -> dict[str, str]:
 # --- the OCI hook ----------------------------------------------------------------------------------------------------------
 
 
-def _install(directory: Path, control: Path, said: Mapping[str, object], engine: str | None, *, is_for_all: bool) -> None:
-    from agent import hook
+def _install(
+    directory: Path | None, control: Path, said: Mapping[str, object], engine: str | None, *, is_for_all: bool
+) -> None:
+    from agent import oci_hook
+    from agent.host.hook_directories import HOOK_FILE
 
     if engine not in (None, "podman"):
         raise Refusal(
             "hooks are podman's: Docker reads no hooks.d; name its containers in the configuration (`containers:`) "
             "or with --container, and they are policed a moment after their start"
         )
+    directory, others, warning = _place(directory)
     settings = json.dumps({"control": str(control.absolute()), **said})
     content = {
         "version": "1.0.0",
         "hook": {
             "path": sys.executable,
             # By the first one Python finds the environment that it belongs to.
-            "args": [sys.executable, "-I", hook.__file__, settings],
+            "args": [sys.executable, "-I", oci_hook.__file__, settings],
             "timeout": _HOOK_TIMEOUT_S,
         },
-        "when": {"always": True} if is_for_all else {"annotations": {f"^{hook.ANNOTATIONS.replace('.', '[.]')}": ".*"}},
+        "when": {"always": True} if is_for_all else {"annotations": {f"^{oci_hook.ANNOTATIONS.replace('.', '[.]')}": ".*"}},
         "stages": ["createRuntime"],
     }
     path = directory / HOOK_FILE
@@ -293,16 +312,61 @@ def _install(directory: Path, control: Path, said: Mapping[str, object], engine:
         new.replace(path)
     except OSError as error:
         raise Sentence(f"{path} cannot be written: {error.strerror}") from None
-    which = "every container" if is_for_all else f"a container with an annotation `{hook.ANNOTATIONS}…`"
-    click.echo(f"{path}: {which} that is started from now on is policed before its first instruction, or does not start")
+    for other in others:
+        if other != path:
+            _remove(other)
+    which = "every container" if is_for_all else f"a container with an annotation `{oci_hook.ANNOTATIONS}…`"
+    if warning:
+        click.echo(f"warning: {warning}", err=True)
+        click.echo(f"{path} is written: where it is read, {which} is policed before its first instruction, or does not start")
+    else:
+        click.echo(
+            f"{path}, which podman reads: {which} that is started from now on is policed before its first instruction, "
+            "or does not start"
+        )
 
 
-def _uninstall(directory: Path) -> None:
-    path = directory / HOOK_FILE
+def _place(said: Path | None) -> tuple[Path, list[Path], str]:
+    """The directory to write in, files of ours that would say something else there, and a warning. Without a directory that is
+    known to be read nothing is written: everybody would think that containers are policed.
+    """
+    from agent.host.hook_directories import Unknown, directories_read, installed, known, to_write
+
     try:
-        path.unlink()
-    except FileNotFoundError:
-        raise Refusal(f"there is no hook: {path} is not there") from None
+        read = directories_read()
+    except Unknown as error:
+        if said is None:
+            raise Refusal(f"{error}: name the directory from which hooks are read with --hooks-dir") from None
+        return said, [], f"{error}: whether anybody reads {said} is not known"
+    if said is None:
+        return to_write(read), installed(known(read)), ""
+    if said.absolute() in read:
+        return said, [], ""
+    return said, [], f"podman reads no hooks from {said} unless it is told to (`podman --hooks-dir`), but from {_listed(read)}"
+
+
+def _listed(directories: Iterable[Path]) -> str:
+    return " and ".join(map(str, directories))
+
+
+def _uninstall(directory: Path | None) -> None:
+    """Wherever it is, unless it is said where."""
+    from agent.host.hook_directories import HOOK_FILE, Unknown, directories_read, installed, known
+
+    looked = known() if directory is None else (directory,)
+    if directory is None:
+        with contextlib.suppress(Unknown):
+            looked = known(directories_read())
+    found = installed(looked)
+    if not found:
+        raise Refusal(f"there is no hook: {HOOK_FILE} is not in {_listed(looked)}")
+    for path in found:
+        _remove(path)
+        click.echo(f"{path} is removed: containers that run stay policed, new ones are not")
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
     except OSError as error:
         raise Sentence(f"{path} cannot be removed: {error.strerror}") from None
-    click.echo(f"{path} is removed: containers that run stay policed, new ones are not")

@@ -246,11 +246,21 @@ def _name_lines(answer: Mapping[str, Any]) -> Iterator[str]:
             question = packet["question"]
             said = f"{question['what']} to {question['remote']}: {packet['verdict']} ({packet['reason']}, {packet['number']})"
             yield from _said("", [f"{said}, {packet['rule'] or 'no rule'}"])
+        if answer["packet"] and not row["packets"]:
+            yield from _said("", [f"no address of it is known here: {answer['packet']} can be judged when it was asked"])
         yield from _said("turn round", _change_lines(row["change"]))
+    yield from _said("taken out", _taken_out_lines(answer["taken_out"]))
     yield from _said("addresses", (_held_text(one) for one in answer["addresses"]))
     yield from _said("selectors", (_selector_text(selector) for selector in answer["selectors"]))
     yield from _said("seen", (_seen_text(seen) for seen in answer["seen"]))
     yield from _said("DIFFERENCE", answer["differences"])
+
+
+def _taken_out_lines(taken_out: Mapping[str, Any] | None) -> Iterator[str]:
+    if taken_out is not None:
+        addresses = ", ".join(f"{address} ({kind})" for address, kind in taken_out["addresses"].items())
+        yield f"{addresses}, by the address guard, {taken_out['ago']:.0f}s ago{'; only under audit' * bool(taken_out['audited'])}"
+        yield "`dns.allow-addresses`, or a policy's annotation `namegate/allow-addresses`, lets such addresses stand"
 
 
 def _held_text(one: Mapping[str, Any]) -> str:

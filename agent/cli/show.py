@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -38,6 +39,10 @@ def _time_of_day(row: Row) -> object:
     """Of an ISO 8601 time; days are in `-o json`."""
     time = row.get("time")
     return time[11:19] if isinstance(time, str) and time[10:11] in ("T", " ") else time
+
+
+def _interface(row: Row) -> object:
+    return row.get("interface") or row.get("endpoint")
 
 
 def _peer(row: Row) -> object:
@@ -75,7 +80,7 @@ _NOUNS: dict[str, tuple[str, tuple[Column, ...], tuple[str, ...]]] = {
             Column("EXPIRES", _expires),
             Column("SELECTORS", "selectors", is_flexible=True),
         ),
-        ("namegate names", "COLUMNS=200 namegate names | grep example.com"),
+        ("namegate names", "namegate names | grep example.com"),
     ),
     "patterns": (
         "How many different names each endpoint has asked under each pattern.",
@@ -136,10 +141,10 @@ _NOUNS: dict[str, tuple[str, tuple[Column, ...], tuple[str, ...]]] = {
         ("namegate policy-map", "namegate policy-map -o yaml"),
     ),
     "drops": (
-        "The packets dropped last, and why.",
+        "The packets dropped last, and why. Questions that were denied: `monitor`.",
         (
             Column("TIME", _time_of_day),
-            Column("ENDPOINT", "endpoint"),
+            Column("ENDPOINT", _interface),
             Column("REASON", "reason", is_flexible=True),
             Column("WAY", "direction"),
             Column("PROTO", "protocol"),
@@ -175,7 +180,10 @@ def _noun(name: str, sentence: str, columns: tuple[Column, ...], examples: tuple
 @output_option
 @click.pass_context
 def status(context: click.Context, output: str) -> None:
-    """Is everything that the policies say in the kernel? Exit code 1: no, and the reasons say why."""
+    """Is everything that the policies say in the kernel? Exit code 1: no, and the reasons say why.
+
+    An endpoint that no policy selects, or that is audited, is listed under `not enforced`, and is no reason.
+    """
     session: Session = context.obj
     session.require_root("status", "it asks the agent through a socket for root")
     try:
@@ -232,5 +240,5 @@ def encoded(data: object, output: str) -> str:
 
 
 def _width() -> int:
-    """80 in a pipe; $COLUMNS says otherwise."""
-    return shutil.get_terminal_size((80, 24)).columns
+    """The terminal's, uncut in a pipe; $COLUMNS says otherwise."""
+    return shutil.get_terminal_size((sys.maxsize, 24)).columns

@@ -152,6 +152,11 @@ class Listings:
             )
         return rows
 
+    def interface_of(self, number: int | None) -> str | None:
+        """None where there is no such endpoint, or no more."""
+        endpoint = self._engine.groups.endpoints.get(number) if number is not None else None
+        return endpoint.added.interface if endpoint is not None else None
+
     def rule_text(self, cookie: int) -> str:
         """File and line of a rule; of a row that no rule of a file made, why it is there."""
         rule = self._engine.cookies.rule_by_cookie.get(cookie)
@@ -174,20 +179,44 @@ class Listings:
             for key, failure in table.failures.items()
         ]
 
-    def why_dropped(self, reason: str, remote: Address, *, is_egress: bool) -> str | None:
-        """What a packet to an address without a rule lacked: a name, time, or a rule for this port; None for other reasons."""
+    def why_dropped(self, reason: str, remote: Address, endpoint: int | None, *, is_egress: bool) -> str | None:
+        """What a packet to an address without a rule lacked: a name, a rule for it, time, or a rule for this port; None for
+        other reasons."""
         if reason != "policy" or not is_egress:
             return None
-        seen = self._engine.proxy.history.on(remote, self._now)
-        cache = self._engine.dns_cache
-        known = [one.name for one in seen if any(pair.address == remote for pair in cache.pairs_of(one.name))]
-        if known:
-            return f"no rule for this port: {', '.join(known)}"
-        return f"expired: {seen[0].name}" if seen else "not resolved through the proxy"
+        names = self.names_on(remote, endpoint)
+        if not names:
+            return "not resolved through the proxy"
+        ruled = [name for name in names if self._has_rule(name, endpoint)]
+        if not ruled:
+            return f"no rule for this name: {', '.join(names)}"
+        known = [name for name in ruled if self._is_known(name, remote, endpoint)]
+        return f"no rule for this port: {', '.join(known)}" if known else f"expired: {ruled[0]}"
 
-    def names_on(self, address: Address) -> list[str]:
-        """Names seen on this address in the last day, the last one first; their lifetime may have ended."""
-        return [seen.name for seen in self._engine.proxy.history.on(address, self._now)]
+    def _has_rule(self, name: str, number: int | None) -> bool:
+        endpoint = self._engine.groups.endpoints.get(number) if number is not None else None
+        compiled = endpoint.compiled if endpoint is not None else None
+        return compiled is None or not compiled.fqdn_labels.isdisjoint(self._engine.names.labels_of(name))
+
+    def _is_known(self, name: str, address: Address, number: int | None) -> bool:
+        """Has it this address now, as far as the endpoint is concerned?"""
+        isolated = self._isolated(number)
+        pairs = self._engine.dns_cache.pairs_of(name)
+        return any(pair.address == address and (isolated is None or pair.scope == isolated.scope) for pair in pairs)
+
+    def _isolated(self, number: int | None) -> Endpoint | None:
+        endpoint = self._engine.groups.endpoints.get(number) if number is not None else None
+        return endpoint if endpoint is not None and endpoint.added.isolated else None
+
+    def names_on(self, address: Address, endpoint: int | None) -> list[str]:
+        """Names seen on this address in the last day, the last one first; their lifetime may have ended.
+
+        endpoint: for whom; one that learns for itself is told of names that it was answered with itself.
+        """
+        seen = self._engine.proxy.history.on(address, self._now)
+        if endpoint is None or self._isolated(endpoint) is None:
+            return [one.name for one in seen]
+        return [one.name for one in seen if one.is_known_to(endpoint) or self._is_known(one.name, address, endpoint)]
 
 
 def counts(engine: Engine) -> Mapping[str, object]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 RUNS_DIRECTORY: Final = Path("/run/namegate-runs")
+RUNS_DEVICE: Final = "ng-runs"  # as `datapath.device` of a configuration
 
 
 def own_network_namespace() -> int:

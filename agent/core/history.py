@@ -15,15 +15,17 @@ from agent.core.types import Address
 KEPT_S: Final = 24 * 3_600.0
 # A name that is asked all the time is noted so often.
 NOTED_WITHIN_S: Final = 10.0
+OTHERS_MAX: Final = 16
 
 
 class Seen:
     """chain: the name asked, then the targets of its aliases. until: when its lifetime ends or ended.
 
     endpoint: who was answered last; None where a process before answered it: numbers of endpoints begin anew at each boot.
+    others: who was before, the last of them last; at most OTHERS_MAX.
     """
 
-    __slots__ = ("address", "chain", "endpoint", "first_at", "last_at", "name", "until")
+    __slots__ = ("address", "chain", "endpoint", "first_at", "last_at", "name", "others", "until")
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class Seen:
         first_at: float,
         last_at: float,
         until: float,
+        others: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         self.address = address
@@ -42,6 +45,11 @@ class Seen:
         self.first_at = first_at
         self.last_at = last_at
         self.until = until
+        self.others = others
+
+    def is_known_to(self, endpoint: int) -> bool:
+        """Was it answered itself?"""
+        return endpoint == self.endpoint or endpoint in self.others
 
 
 class NameHistory:
@@ -55,8 +63,11 @@ class NameHistory:
         """An answer for `name` held the address."""
         before = self._seen.pop((address, name), None)
         first_at = before.first_at if before is not None else now
+        others = before.others if before is not None else ()
+        if before is not None and before.endpoint not in (None, endpoint):
+            others = (*(other for other in others if other not in (before.endpoint, endpoint)), before.endpoint)[-OTHERS_MAX:]
         self.notes += 1
-        self._put(Seen(name, address, endpoint, chain, first_at, now, until))
+        self._put(Seen(name, address, endpoint, chain, first_at, now, until, others))
 
     def is_due(self, name: str, address: Address, endpoint: int, chain: tuple[str, ...], now: float) -> bool:
         """Is there anything in it that was not noted a moment ago?"""

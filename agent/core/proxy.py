@@ -346,8 +346,9 @@ class Proxy:
             return
         if not self._guard(transaction, compiled, now):
             return
-        # A question let through by audit alone opens nothing.
+        # A question let through by audit alone opens nothing; what it would have been is explained by its name.
         if not transaction.addresses or not transaction.is_allowed:
+            self._note(transaction, now)
             self._release(transaction, now)
             return
         name, is_wanted = transaction.name, self._is_wanted(transaction, compiled)
@@ -492,10 +493,11 @@ class Proxy:
         return tuple(scope for scope in scopes if scope != SCOPE_SHARED) if transaction.ask_server else scopes
 
     def _guard(self, transaction: Transaction, compiled: CompiledPolicy, now: float) -> bool:
-        """Take guarded addresses out of the reply (DECISIONS 13); says whether it can go on. Under audit nothing is altered."""
+        """Take guarded addresses out of the reply (DECISIONS 13); says whether it can go on. Under audit nothing is altered,
+        and only who watches the endpoint is told of it."""
         transaction.reply, transaction.addresses = transaction.received, transaction.taught
         question = transaction.question
-        if compiled.audit:
+        if compiled.audit and transaction.endpoint not in self.watched:
             return True
         selectors, guard = self._names.selectors_of(transaction.name), self._names.guard
         allowed = [prefix for s in selectors if s.peer.allowed and s.label in compiled.fqdn_labels for prefix in s.peer.allowed]
@@ -506,10 +508,13 @@ class Proxy:
             return True
         self._count("replies with guarded addresses")
         unsaid = 0 if self.is_logged else self._sparing.may_say(("guard", transaction.endpoint), now)
-        if unsaid is not None:
+        if unsaid is not None or transaction.endpoint in self.watched:
             addresses = {text_of(address): str(kind) for address, kind in kinds.items()}
             asked = {"endpoint": transaction.endpoint, "name": question.name, "type": question.qtype}
-            self._effects.append(Fact("guard", now, {**asked, "addresses": addresses, "unsaid": unsaid}))
+            fields = {**asked, "addresses": addresses, "audited": compiled.audit, "unsaid": unsaid or 0}
+            self._effects.append(Fact("guard", now, fields, is_for_log=unsaid is not None))
+        if compiled.audit:
+            return True
         altered = without_addresses(transaction.received, question, kinds)
         if altered is None:
             self._fail(transaction, ExtendedError.BLOCKED, "a guarded address in a reply that cannot be altered", now)

@@ -61,6 +61,7 @@ _ASKED_FROM_HOST: Final = re.compile(r"^# ExtServers: \[.*\bhost\(([^)]*)\)", re
 _DETACHED: Final = "container {} is not policed: it was detached by command, until the agent starts again"
 
 Report = Callable[[str, Mapping[int, EndpointSettings] | None, Sequence[str], Sequence[str]], None]
+Objection = Callable[[Mapping[int, EndpointSettings]], str | None]
 
 
 class ContainerError(Exception):
@@ -105,9 +106,10 @@ class ContainerWatch:
         """Until each engine known at this moment has said what it has, or cannot be asked: a source of labels at start."""
         await asyncio.gather(*(engine.asked.wait() for engine in self._engines.values()))
 
-    async def follow(self, name: str, engine: Path | None, settings: EndpointSettings) -> Attached:
+    async def follow(self, name: str, engine: Path | None, settings: EndpointSettings, objection: Objection) -> Attached:
         """By command; name: or an id, of which the container's name is followed. The settings' interface is of no account, and
-        its labels come before the container's own. Raises ContainerError, and follows nothing then.
+        its labels come before the container's own. objection: why what it comes to may not be said of its interfaces, by index.
+        Raises ContainerError, and follows nothing then.
         """
         path = engine or _first_engine()
         if path is None:
@@ -115,7 +117,7 @@ class ContainerWatch:
                 f"no container engine listens at {' or '.join(map(str, ENGINES))}: start it (`systemctl start podman.socket`), "
                 "or say its socket with --engine"
             )
-        return await self._engine(path).follow(name, settings)
+        return await self._engine(path).follow(name, settings, objection)
 
     def resume(self, name: str, engine: Path | None, settings: EndpointSettings) -> None:
         """What `follow` was told before a restart; the container need not be there."""
@@ -215,7 +217,7 @@ class _Engine:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def follow(self, name: str, settings: EndpointSettings) -> Attached:
+    async def follow(self, name: str, settings: EndpointSettings, objection: Objection) -> Attached:
         try:
             async with _Api(self.path) as api:
                 shown = await api.inspect(name)
@@ -226,6 +228,9 @@ class _Engine:
                 await self.listed.wait()
         except (_Silent, TimeoutError) as error:
             raise ContainerError(self._not_asked(error)) from None
+        why = await self._objection(shown, settings, objection)
+        if why is not None:
+            raise ContainerError(why)
         before = self.followed.get(shown.name), shown.name in self._released
         self.followed[shown.name] = settings
         self._released.discard(shown.name)
@@ -239,6 +244,20 @@ class _Engine:
             return Attached(shown.name, (), (f"container {shown.name} does not run: it is policed when it starts",))
         warnings = container.problems + container.warnings
         return Attached(shown.name, tuple(each.interface for each in container.found.values()), warnings)
+
+    async def _objection(self, shown: _Shown, settings: EndpointSettings, objection: Objection) -> str | None:
+        """Where others share its network its labels are added, and nothing is replaced."""
+        if not shown.pid:
+            if self.followed.get(shown.name, settings) == settings:
+                return None
+            return (
+                f"container {shown.name} is attached already, with other settings: "
+                f"`namegate detach --container {shown.name}` first, and it can be attached as something else"
+            )
+        to_be = await asyncio.to_thread(_seen, shown, _labelled(settings, shown.name, shown.labels))
+        others = (each.found for number, each in self._containers.items() if number != shown.number)
+        shared = {ifindex for found in others for ifindex in found}
+        return objection({ifindex: each for ifindex, each in to_be.found.items() if ifindex not in shared})
 
     def _forget(self, name: str, settings: EndpointSettings | None, was_released: bool) -> None:
         del self.followed[name]
@@ -366,10 +385,7 @@ class _Engine:
                     break
             else:
                 return None
-        own = {**labels, LABEL_CONTAINER: name}
-        return dataclasses.replace(
-            settings, labels={**{key: own[key] for key in sorted(own) if is_label(key, own[key])}, **settings.labels}
-        )
+        return _labelled(settings, name, labels)
 
     def _say(self) -> None:
         """If it is something new. An engine of which nothing is wanted (any more) may be gone."""
@@ -387,6 +403,13 @@ class _Engine:
         if (found, problems, warnings) != self._said:
             self._said = found, problems, warnings
             self._report(owner_of(self.path), found, problems, warnings)
+
+
+def _labelled(settings: EndpointSettings, name: str, labels: Mapping[str, str]) -> EndpointSettings:
+    own = {**labels, LABEL_CONTAINER: name}
+    return dataclasses.replace(
+        settings, labels={**{key: own[key] for key in sorted(own) if is_label(key, own[key])}, **settings.labels}
+    )
 
 
 # --- what the engine says of a container ---------------------------------------------------------------------------------

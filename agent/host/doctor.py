@@ -27,12 +27,13 @@ from typing import Final
 from agent.config import Config
 from agent.control import ControlError
 from agent.control.client import Control
+from agent.control.runs import RUNS_DEVICE
 from agent.core.settings import Upstream
 from agent.core.types import Orientation, text_of
 from agent.datapath import attach, datapath, device, loader, syscall
 from agent.datapath.attach import Hook
 from agent.datapath.errors import DatapathError
-from agent.host import marks, netlink
+from agent.host import forwarding, marks
 from agent.host.firewall import Firewall, Unreadable
 from agent.host.interfaces import Interfaces
 
@@ -56,7 +57,6 @@ class Condition:
 _NEVER_WRONG_BEFORE: Final = 2025  # whoever has a clock before this year has none
 _UPSTREAM_PATIENCE_S: Final = 1.0
 _UPSTREAMS_MAX: Final = 4
-_IFLA_MASTER: Final = 10
 _PROC_NET: Final = Path("/proc/sys/net")
 
 
@@ -273,13 +273,16 @@ def _firewall(host: _Host) -> Iterator[Condition]:
     except Unreadable as problem:
         yield Condition("firewall", State.BAD, str(problem), "nft list ruleset")
         return
-    obstacles = firewall.obstacles(host.device.name)
-    for chain, protocols, remedy in obstacles:
-        found = (
-            f"{chain} drops what comes by {host.device.name} to port 53 ({', '.join(protocols)}): no question would be answered"
-        )
-        yield Condition("firewall", State.BAD, found, f"{remedy}  (and the same where this firewall is configured)")
-    if obstacles:
+    is_open = True
+    for title, name, consequence in (
+        ("firewall", host.device.name, "no question would be answered"),
+        ("runs", RUNS_DEVICE, "`namegate run` would not start, unless it uses this agent"),
+    ):
+        for chain, protocols, remedy in firewall.obstacles(name):
+            found = f"{chain} drops what comes by {name} to port 53 ({', '.join(protocols)}): {consequence}"
+            yield Condition(title, State.BAD, found, f"{remedy}  (and the same where this firewall is configured)")
+            is_open = is_open and name != host.device.name
+    if not is_open:
         return
     if firewall.is_whole:
         yield Condition("firewall", State.GOOD, f"nothing drops what comes by {host.device.name}")
@@ -319,25 +322,32 @@ def _neighbours(hook: Hook, before: list[str], behind: list[str]) -> Iterator[Co
 
 
 def _forwarding(host: _Host) -> Iterator[Condition]:
-    """A bridge's port needs none: the bridge forwards."""
-    ports = {message.fixed[2] for message in netlink.dump(netlink.GET_LINK) if _IFLA_MASTER in message.attributes}
-    behind = [
-        name
-        for name, orientation in host.endpoints().items()
-        if orientation is Orientation.BEHIND and host.interfaces.links[name].ifindex not in ports
-    ]
-    if not behind:
+    links = host.interfaces.links
+    behind = {name: links[name].ifindex for name, way in host.endpoints().items() if way is Orientation.BEHIND}
+    routed = forwarding.routed(behind)
+    if not routed:
         return
-    keys = ["ipv4/ip_forward"]
-    if any(len(address) == 16 for endpoint in host.config.endpoints for address in endpoint.addresses):
-        keys.append("ipv6/conf/all/forwarding")
-    off = [key for key in keys if _text(_PROC_NET / key) == "0"]
-    if off:
-        names = [f"net.{key.replace('/', '.')}" for key in off]
-        found = f"{' and '.join(names)} is 0: what {', '.join(behind)} sends goes no further than this host"
-        yield Condition("forwarding", State.BAD, found, "; ".join(f"sysctl -w {name}=1" for name in names))
+    has_ipv6 = any(len(address) == 16 for endpoint in host.config.endpoints for address in endpoint.addresses)
+    off = forwarding.off(routed, has_ipv6=has_ipv6)
+    if off is not None:
+        yield Condition("forwarding", State.BAD, off.found, off.remedy)
     else:
         yield Condition("forwarding", State.GOOD, "the host forwards what its endpoints send")
+
+
+def _oci_hook(_: _Host) -> Iterator[Condition]:
+    """Only where it was installed."""
+    try:
+        read = hook_directories.directories_read()
+    except hook_directories.Unknown:
+        return
+    where = " and ".join(map(str, read))
+    for file in hook_directories.installed(hook_directories.known(read)):
+        if file.parent in read:
+            yield Condition("oci hook", State.GOOD, f"podman reads {file}")
+        else:
+            found = f"podman does not read {file}, but hooks from {where}: its containers start without being policed"
+            yield Condition("oci hook", State.BAD, found, "namegate attach --hook, with the options of before")
 
 
 # --- DNS -------------------------------------------------------------------------------------------------------------
@@ -430,6 +440,7 @@ _LOOKS: Final[tuple[Callable[[_Host], Iterator[Condition]], ...]] = (
     _bridges,
     _hooks,
     _forwarding,
+    _oci_hook,
     _upstreams,
     _other_resolvers,
     _clock,

@@ -111,6 +111,10 @@ class HostEndpoints:
         self._released.discard(ifindex)
         return was_released
 
+    def in_force(self, interface: str, ifindex: int) -> EndpointSettings | None:
+        """What is said of it now, by whomever; None where it is no endpoint, or was released."""
+        return None if ifindex in self._released else self._settings(interface, ifindex)
+
     def number_of(self, ifindex: int) -> int | None:
         """The endpoint's, as of the last look."""
         return self._numbers.get(ifindex, (None,))[0]

@@ -13,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from agent.host import netlink
 from agent.host.interfaces import links
 
 _SYSCTLS: Final = Path("/proc/sys/net")
+_IFLA_MASTER: Final = 10
 _RTA_OIF: Final = 4
 _RTA_GATEWAY: Final = 5
 _RTA_MULTIPATH: Final = 9
@@ -46,6 +47,38 @@ def needed(interface: str) -> tuple[dict[str, str], bool]:
         for name in {interface, *(names[index] for index in for_ipv6 & names.keys())} if has_ipv6 else ():
             _add("ipv6", name, "force_forwarding", switches)
     return switches, has_ipv6
+
+
+class Off(NamedTuple):
+    """Forwarding that a workload needs and has not. remedy: a command."""
+
+    found: str
+    remedy: str
+
+
+def routed(behind: Mapping[str, int]) -> list[str]:
+    """Of these interfaces, with their indexes, those whose packets are forwarded by the host: not ports, whose bridge does that.
+    Raises OSError.
+    """
+    ports = {message.fixed[2] for message in netlink.dump(netlink.GET_LINK) if _IFLA_MASTER in message.attributes}
+    return [name for name, ifindex in behind.items() if ifindex not in ports]
+
+
+def off(interfaces: Sequence[str], *, has_ipv6: bool) -> Off | None:
+    """None where what these send is forwarded."""
+    switches = {"ipv4/ip_forward": "ipv4/conf/{}/forwarding"}
+    if has_ipv6:
+        switches["ipv6/conf/all/forwarding"] = "ipv6/conf/{}/force_forwarding"
+    names, stuck = [], set()
+    for switch, own in switches.items():
+        those = [name for name in interfaces if _read(own.format(name)) != "1"] if _read(switch) == "0" else []
+        if those:
+            names.append(f"net.{switch.replace('/', '.')}")
+            stuck.update(those)
+    if not names:
+        return None
+    found = f"{' and '.join(names)} is 0: what {', '.join(sorted(stuck))} sends goes no further than this host"
+    return Off(found, "; ".join(f"sysctl -w {name}=1" for name in names))
 
 
 def turn_on(switches: Mapping[str, str]) -> None:
@@ -99,6 +132,17 @@ def _outward(family: int) -> tuple[set[int], bool]:
         found |= hops if is_by_router else hops - among_us
         has_default |= length == 0 and bool(hops)
     return found, has_default
+
+
+def uplinks() -> frozenset[int]:
+    """The interfaces that default routes of this host leave by, in any table of either family. Raises OSError."""
+    found: set[int] = set()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for message in netlink.dump(netlink.GET_ROUTE, family):
+            its_family, length, *_, kind, _ = message.fixed
+            if its_family == family and kind == _RTN_UNICAST and length == 0:
+                found |= _hops(message.attributes)
+    return frozenset(found)
 
 
 def _hops(attributes: dict[int, bytes]) -> set[int]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from agent.facts import question_verdict
+from agent.outcome import question_verdict
 
 Row = Mapping[str, Any]
 

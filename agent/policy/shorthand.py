@@ -149,6 +149,8 @@ def _read_ports(port: str | None, protocol: str | None) -> tuple[Ports, ...] | N
         return tuple(Ports(number, 0, PORT_MAX) for number in protocols)
     if PROTOCOL_ICMP in protocols:
         raise ValueError("icmp has no ports; write the entry without one")
+    if "," in port:
+        raise ValueError(f"{port!r} is more than one port; write an entry for each, or a range such as 80-90")
     first_text, dash, last_text = port.partition("-")
     first = read_port(first_text)
     last = read_port(last_text) if dash else first

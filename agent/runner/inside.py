@@ -7,7 +7,7 @@ It speaks with the runner over one socket, a JSON object a message:
     init -> runner   {"prepared": true}          network, files and sysctls are
     runner -> init   {"go": true, "ipv6": bool}  the interface is policed
     init -> runner   {"started": true}           with a pidfd of COMMAND
-    init -> runner   {"stopped": SIGNAL}, …
+    init -> runner   {"stopped": SIGNAL}, {"continued": true}, …
     init -> runner   {"ended": STATUS}           as wait(2) has it; init ends then, and whoever is left with it
     init -> runner   {"problem": "…"}            instead of any of these; init ends then
 
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -86,6 +87,19 @@ class Channel:
         return message, descriptors
 
 
+    @contextlib.contextmanager
+    def continuing_us(self) -> Iterator[None]:
+        """Whatever the other side says meanwhile continues this process, should it be stopped (fcntl(2), F_SETSIG)."""
+        fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self.connection, fcntl.F_SETSIG, signal.SIGCONT)
+        flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
+        fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+        try:
+            yield
+        finally:
+            fcntl.fcntl(self.connection, fcntl.F_SETFL, flags)
+
+
 def fork_init(plan: Plan) -> tuple[int, Channel]:
     """The process id of init and the socket to it. Raises CannotRun."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,10 +137,12 @@ def _be_init(channel: Channel, plan: Plan) -> NoReturn:
         # Readers of what COMMAND writes are to see its end when COMMAND closes it, not when init does.
         _let_go(channel.connection.fileno())
         while True:
-            pid, status = os.waitpid(-1, os.WUNTRACED)
+            pid, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
             if pid != command:
                 continue
-            if os.WIFSTOPPED(status):
+            if os.WIFCONTINUED(status):
+                channel.tell(continued=True)
+            elif os.WIFSTOPPED(status):
                 channel.tell(stopped=os.WSTOPSIG(status))
             else:
                 channel.tell(ended=status)

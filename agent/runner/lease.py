@@ -162,10 +162,11 @@ class Lease:
                 self._is_answered = True
                 self._connection.setblocking(False)
                 answer: dict[str, Any] = message["data"]
-                return {**answer, "ipv6": bool(answer["ipv6"])}
+                return {**answer, "ipv6": bool(answer["ipv6"]), "device": str(answer["device"])}
         except TimeoutError:
             raise CannotRun(f"the agent at {self._agents.socket} did not attach the run within {patience_s:g} s") from None
         except (KeyError, TypeError, ValueError):
+            self._lose()
             raise CannotRun(f"the agent at {self._agents.socket} is not understood: is it of another release?") from None
         return None
 

@@ -29,6 +29,8 @@ from agent.runner import CannotRun
 if TYPE_CHECKING:
     import nftables
 
+    from agent.host.firewall import Firewall
+
 PREFIX: Final = "ngrun"
 INSIDE: Final = "eth0"
 
@@ -46,6 +48,7 @@ _RTA_OIF: Final = 4
 _RTN_UNICAST: Final = 1
 _RTN_LOCAL: Final = 2
 _LEGACY_TABLES: Final = (Path("/proc/net/ip_tables_names"), Path("/proc/net/ip6_tables_names"))
+_HOOKS_THAT_DROP: Final = ('"prerouting"', '"input"', '"forward"')
 _NEW_WITHOUT_IPV6: Final = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
 _SIOCGIFFLAGS: Final = 0x8913
 _IFF_RUNNING: Final = 0x40
@@ -209,22 +212,37 @@ def libnftables() -> nftables.Nftables:
     return nftables.Nftables()
 
 
-def obstacles(link: Link, uplinks: Sequence[str]) -> list[str]:
-    """What the owner of a chain that drops what a run sends, or its replies, has to do; for runs of every number.
+def firewall() -> Firewall | None:
+    """The host's; None where it drops nothing for sure, or cannot be read (`namegate doctor` says why).
 
-    Listing the chains takes no time where listing thousands of rules does, and most hosts have no chain that forwards.
+    Listing the chains takes no time where listing thousands of rules does.
     """
     nft = libnftables()
     nft.set_json_output(True)
     code, said, _ = nft.cmd("list chains")
     legacy = any(path.exists() and path.read_text(encoding="ascii").strip() for path in _LEGACY_TABLES)
-    if not code and not legacy and '"forward"' not in said and '"prerouting"' not in said:
-        return []
+    if not code and not legacy and not any(hook in said for hook in _HOOKS_THAT_DROP):
+        return None
     from agent.host.firewall import Firewall, Unreadable
 
     try:
-        found = Firewall.read().obstacles_behind(link.interface, uplinks[0] if len(uplinks) == 1 else "")
+        return Firewall.read()
     except Unreadable:
-        return []  # nobody can say; `namegate doctor` says why
-    every = {remedy: f"{PREFIX}{'*' if remedy.startswith('nft') else '+'}" for _, _, remedy in found}
-    return [f"{chain} drops it: {remedy.replace(link.interface, every[remedy])}" for chain, _, remedy in found]
+        return None
+
+
+def require_passage(through: Firewall, link: Link, uplinks: Sequence[str], device: str) -> None:
+    """Raises CannotRun with what the owner of each chain has to do that drops what a run sends, its replies, or what it asks on
+    its way to the agent, whose device that is. For runs of every number."""
+    behind = through.obstacles_behind(link.interface, uplinks[0] if len(uplinks) == 1 else "")
+    sent = [
+        (chain, remedy.replace(link.interface, f"{PREFIX}{'*' if remedy.startswith('nft') else '+'}"))
+        for chain, _, remedy in behind
+    ]
+    asked = [(chain, remedy) for chain, _, remedy in through.obstacles(device)]
+    if not sent and not asked:
+        return
+    what = " and ".join(filter(None, [sent and "what a run sends", asked and "the names it asks for"]))
+    chains = ", ".join(dict.fromkeys(chain for chain, _ in (*sent, *asked)))
+    remedies = "".join(f"\n  {remedy}" for remedy in dict.fromkeys(remedy for _, remedy in (*sent, *asked)))
+    raise CannotRun(f"the host's firewall drops {what} ({chains}). To let it pass:{remedies}")

@@ -53,7 +53,7 @@ class Report:
         if self._is_live:
             self._tell(line_of(fact))
         elif fact["kind"] != "lost" and len(self._denied) < _KEPT_MAX:
-            self._denied[line_of({**fact, "allow": None})] = None
+            self._denied[line_of({**fact, "allow": None, "allow_addresses": None})] = None
 
     def _tell(self, *lines: str) -> None:
         """While COMMAND runs, whose signals and end must not wait for the reader of a pipe: where there is room."""
@@ -79,8 +79,8 @@ class Report:
         if len(self._denied) > _AT_THE_END_MAX:
             least = "at least " if len(self._denied) == _KEPT_MAX else ""
             lines.append(f"and {least}{len(self._denied) - _AT_THE_END_MAX} more: --summary says them all")
-        elif self._denied and summary is not None and summary["allow"]:
-            lines.append(f"to allow it: {allowing(summary['allow'])}")
+        elif self._denied and summary is not None and (options := options_of(summary["allow"], summary["allow_addresses"])):
+            lines.append(f"to allow it: {' '.join(options)}")
         _write(lines)
 
 
@@ -88,48 +88,61 @@ def line_of(fact: Row) -> str:
     if fact["kind"] == "lost":
         return f"{fact['count']} more could not be told"
     if fact["kind"] == "question":
-        verdict = _VERDICTS.get(fact["verdict"], str(fact["verdict"]))
+        verdict = _word(fact["verdict"])
         what = f"{_name(fact['name'])} ({cell_as_text(fact['type'])})"
+    elif fact["kind"] == "guard":
+        verdict, what = _VERDICTS[_verdict_of(fact)], _guarded(fact)
     else:
         verdict, what = _VERDICTS[_verdict_of(fact)], _destination(fact)
     why = f": {cell_as_text(fact['why'])}" if fact.get("why") else ""
-    remedy = f"; to allow it: {allowing([fact['allow']])}" if fact.get("allow") else ""
+    options = options_of(*([fact[key]] if fact.get(key) else () for key in ("allow", "allow_addresses")))
+    remedy = f"; to allow it: {' '.join(options)}" if options else ""
     return f"{verdict}: {what}{why}{remedy}"
 
 
 def summary_lines(summary: Row) -> list[str]:
-    """Names first, as they were asked; then what was dropped; then what would allow it."""
-    counts = [f"{_times(each)}  {each['verdict']:<8} {_name(each['name'])}" for each in summary["names"]]
-    drops = [f"{_times(each)}  {_verdict_of(each):<8} {_destination(each)}" for each in summary["drops"]]
-    lines = ["names asked:", *_indented(counts)] if counts else ["no name was asked"]
-    if drops:
-        lines += ["packets:", *_indented(drops)]
+    """Names first, as they were asked; then what was taken out of answers; then what was dropped; then what would allow it."""
+    names = [(each, each["verdict"], _name(each["name"])) for each in summary["names"]]
+    guarded = [(each, _verdict_of(each), _guarded(each)) for each in summary["guarded"]]
+    drops = [(each, _verdict_of(each), _destination(each)) for each in summary["drops"]]
+    width = max((len(_word(verdict)) for _, verdict, _ in (*names, *guarded, *drops)), default=0)
+    lines = []
+    for title, rows in (("names asked:", names), ("addresses that no name may stand for:", guarded), ("packets:", drops)):
+        if rows:
+            lines.append(title)
+            lines += (f"  {row['count']:>5} x  {_word(verdict):<{width}}  {what}" for row, verdict, what in rows)
+    if not names:
+        lines.insert(0, "no name was asked")
     if summary["unlisted"]:
         lines.append(f"and {summary['unlisted']} that are not listed")
-    if summary["allow"]:
-        lines += ["to allow what was denied:", *_indented(f"--allow {shlex.quote(cell_as_text(e))}" for e in summary["allow"])]
+    if options := options_of(summary["allow"], summary["allow_addresses"]):
+        was = "would be" if any(verdict == "audited" for _, verdict, _ in (*names, *guarded, *drops)) else "was"
+        lines += [f"to allow what {was} denied:", *(f"  {option}" for option in options)]
     return lines
 
 
-def allowing(entries: Iterable[str]) -> str:
-    """As it is typed."""
-    return " ".join(f"--allow {shlex.quote(cell_as_text(entry))}" for entry in entries)
+def options_of(entries: Iterable[str], networks: Iterable[str]) -> list[str]:
+    """As they are typed."""
+    given = [("--allow", entry) for entry in entries] + [("--allow-addresses", network) for network in networks]
+    return [f"{option} {shlex.quote(cell_as_text(value))}" for option, value in given]
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
+def _word(verdict: str) -> str:
+    return _VERDICTS.get(verdict, verdict)
 
 
 def _verdict_of(drop: Row) -> str:
     return "audited" if drop["audited"] else "denied"
 
 
-def _times(row: Row) -> str:
-    return f"{row['count']:>5} x"
-
-
 def _name(name: object) -> str:
     return cell_as_text(name).rstrip(".") or "."
+
+
+def _guarded(row: Row) -> str:
+    sort = str(row["sort"])
+    which = "an address of the host" if sort == "host" else f"a {sort} address" if sort != "unspecified" else "no address"
+    return f"{_name(row['name'])} is {cell_as_text(row['address'])}, {which}"
 
 
 def _destination(row: Row) -> str:

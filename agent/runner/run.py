@@ -42,6 +42,7 @@ _FIRST_REAL_TIME: Final = 34  # 32 and 33 are the C library's own
 class Order:
     """What was asked for. policies: {"name", "text"} each. control: the agent's socket if the caller named one.
     administrators: where the administrator's agent listens by default. kept_sockets: not to be covered.
+    allow_addresses: networks that names may stand for although they are private.
     """
 
     command: Sequence[str]
@@ -52,6 +53,7 @@ class Order:
     control: Path | None
     administrators: Path
     kept_sockets: Sequence[Path]
+    allow_addresses: Sequence[str]
 
 
 def run(order: Order) -> int:
@@ -81,21 +83,25 @@ def run(order: Order) -> int:
         "addresses": link.addresses,
         "audit": order.is_audit,
         "policies": order.policies,
+        "allow_addresses": order.allow_addresses,
         "lease": True,
+        "learn": "per-endpoint",
         "forwarding": True,
     }
     lease = Lease(agents, arguments)
     lease.begin()
     translation = network.AddressTranslation(link)
-    obstacles = network.obstacles(link, around.uplinks)
-    if obstacles:
-        raise CannotRun(f"the host's firewall drops what a run sends: {'; '.join(obstacles)}")
+    firewall = network.firewall()
     _expect(channel, "prepared")  # where it fails, its sentence says more than an agent's that sees the interface go
     answer = lease.attach()
+    if firewall is not None:
+        network.require_passage(firewall, link, around.uplinks, answer["device"])
     if not network.await_carrier(link.interface):
         raise CannotRun(f"{link.interface} stays without a carrier")
     for warning in answer.get("warnings", ()):
         report.say(f"warning: {warning}")
+    if order.wants_summary:
+        report.say(f"the host reaches what COMMAND serves at {' and '.join(link.addresses)}")
 
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGTTOU})
     channel.tell(go=True, ipv6=answer["ipv6"])
@@ -188,8 +194,12 @@ class _Waiting:
         except (EOFError, OSError):
             message = {"ended": int(signal.SIGKILL)}
             self._report.say("the run's first process was ended from outside, and COMMAND with it")
+        if "continued" in message:
+            return None
         if "stopped" in message:
-            self._terminal.stopped(self._command, int(message["stopped"]))
+            # Somebody inside may continue COMMAND, or end it: then nobody else would continue us.
+            with self._channel.continuing_us():
+                self._terminal.stopped(self._command, int(message["stopped"]))
             return None
         os.waitpid(self._init, 0)  # whoever is left inside has ended when this returns
         return int(message["ended"])

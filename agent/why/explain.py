@@ -34,6 +34,7 @@ from agent.core.types import (
 from agent.datapath.abi import Reason
 from agent.datapath.maps import Flow
 from agent.documents.remarks import PolicyError
+from agent.monitor.facts import is_endpoint
 from agent.why.asked import Asked, read_address, read_name, read_packet
 from agent.why.change import change, name_change, question_verdict
 from agent.why.packet import (
@@ -72,6 +73,7 @@ _FLOWS_AT_ONCE = 1_024
 _SEEN_AT_ONCE = 4_096
 # Each is tried for a change until one does; a name that does not is guarded, and the next one is too.
 _NAMES_TRIED_MAX = 3
+_TAKEN_OUT_MAX = 1_000
 
 
 class Tables(Rows, Protocol):
@@ -120,6 +122,7 @@ class Explain:
         self._drops = drops
         self._read = read
         self._clock = clock
+        self._taken_out: dict[str, tuple[float, Mapping[str, object]]] = {}  # the one that was told last is the last
 
     async def answer(self, arguments: Mapping[str, object]) -> Row:
         """One request of the control socket: `drop`, or `target` and perhaps `packet`."""
@@ -155,15 +158,12 @@ class Explain:
         if text is None:
             found = known
         else:
-            key, equals, value = text.partition("=")
-            found = [
-                added
-                for added in known
-                if text in (str(added.endpoint), added.interface) or (equals and added.labels.get(key) == value)
-            ]
+            rows = ((added, {"endpoint": added.endpoint, "interface": added.interface, "labels": added.labels}) for added in known)
+            found = [added for added, row in rows if is_endpoint(row, text)]
         if not found:
             what = "no endpoint is policed yet" if text is None else f"no endpoint is {text!r}"
-            raise ControlError(f"{what}: `namegate endpoints` shows those there are")
+            meant = dict.fromkeys(f"{key}={text}?" for added in known for key, value in added.labels.items() if value == text)
+            raise ControlError(f"{what}: {' '.join([*meant, '`namegate endpoints` shows those there are'])}")
         return found
 
     def _endpoint(self, text: str | None) -> EndpointAdded:
@@ -305,6 +305,7 @@ class Explain:
             yield
         return {
             "name": name,
+            "packet": packet,
             "allowed": any(row["allowed"] for row in rows),
             "endpoints": rows,
             "addresses": [
@@ -321,8 +322,24 @@ class Explain:
                 for selector in engine.names.selectors_of(name)
             ],
             "seen": seen[::-1],
+            "taken_out": self._taken_out_row(name),
             "differences": differing,
         }
+
+    def hear_of_guard(self, fields: Mapping[str, object], at: float) -> None:
+        """Addresses were taken out of a reply, or under audit would have been."""
+        name = str(fields["name"])
+        self._taken_out.pop(name, None)
+        self._taken_out[name] = (at, fields)
+        if len(self._taken_out) > _TAKEN_OUT_MAX:
+            del self._taken_out[next(iter(self._taken_out))]
+
+    def _taken_out_row(self, name: str) -> Row | None:
+        """What the address guard took out of a reply for it last."""
+        if name not in self._taken_out:
+            return None
+        at, fields = self._taken_out[name]
+        return {"ago": round(self._clock() - at, 1), **{key: fields[key] for key in ("endpoint", "addresses", "audited")}}
 
     # --- a drop ------------------------------------------------------------------------------------------------------
 

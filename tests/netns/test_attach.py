@@ -207,13 +207,59 @@ def test_policies_of_its_own_are_the_only_ones(lab: Lab, agent: RunningAgent) ->
         return {who: connect(lab, one.addresses[0], 8080, client=each, within_s=0.5) == "connected" for who, each in by.items()}
 
     assert reached_from() == {"host": True, "internet": False, "endpoint": False}
+    agent.ask("detach", interface="ep1")
     attach(agent, one, policies=[])
     assert ask(lab, "b.test", client=one).status == "NXDOMAIN"
     assert connect(lab, B, client=one) == "connection refused"
+    agent.ask("detach", interface="ep1")
     attach(agent, one)
     assert ask(lab, "a.test", client=one).addresses == (A,)
     assert reached_from() == {"host": True, "internet": True, "endpoint": True}
     server.kill()
+
+
+def test_a_command_changes_nothing_of_an_endpoint(lab: Lab, agent: RunningAgent) -> None:
+    """What is in force stays, and the sentence says what is to be done: other labels could open it, and nobody would notice.
+    The same said again is good; so is another thing after `detach`.
+    """
+    client = lab.client
+    attach(agent, client, labels={"app": "x"})
+    for said, what in (
+        ({}, "labels"),
+        ({"labels": {"app": "y"}}, "labels"),
+        ({"labels": {"app": "x"}, "audit": True}, "audit"),
+        ({"labels": {"app": "x"}, "policies": own("b.test"), "denied": "drop"}, "denied, policies"),
+    ):
+        with pytest.raises(ControlError) as caught:
+            attach(agent, client, **said)
+        assert f"ep1 is an endpoint already, with other {what}, " in caught.value.sentence
+        assert "`namegate detach ep1` first" in caught.value.sentence
+    (row,) = agent.ask("endpoints")
+    assert (row["labels"], row["audit"]) == ({"app": "x"}, False)
+    assert attach(agent, client, labels={"app": "x"})["endpoint"] == row["endpoint"]
+    agent.ask("detach", interface="ep1")
+    attach(agent, client, labels={"app": "y"})
+    (row,) = agent.ask("endpoints")
+    assert row["labels"] == {"app": "y"}
+
+
+def test_nor_of_one_that_is_configured(tmp_path: Path) -> None:
+    """Not under a pattern either. Where no policy closes what was attached, the answer says so."""
+    document = """
+apiVersion: cilium.io/v2
+kind: CiliumNetworkPolicy
+metadata: {name: closed}
+spec:
+  endpointSelector: {matchLabels: {app: x}}
+  egress: [{toFQDNs: [{matchName: a.test}]}]
+"""
+    endpoints = [{"interface": "ep[1]", "labels": {"app": "x"}}]
+    with Lab(2, records={"b.test.": [f"A {B}"]}) as lab, RunningAgent(lab, document, tmp_path, endpoints=endpoints) as agent:
+        with pytest.raises(ControlError, match="ep1 is an endpoint already, with other labels"):
+            agent.ask("attach", interface="ep1", labels={"app": "y"})
+        assert ask(lab, "b.test").status == "NXDOMAIN"
+        assert agent.ask("attach", interface="ep1", labels={"app": "x"})["open"] == []
+        assert attach(agent, lab.clients[1], labels={"app": "y"})["open"] == ["ep2"]
 
 
 # --- leases ------------------------------------------------------------------------------------------------------------------
@@ -371,6 +417,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"interface": "ep*"}, "a pattern stands in the configuration"),
     ({"interface": "ng-gate"}, "the agent's own device"),
     ({"interface": "lo"}, "`lo` is no endpoint"),
+    ({"interface": "up0"}, "a default route leaves by it"),
+    ({"interface": "up0", "lease": True}, "a default route leaves by it"),
     ({"interface": "tun0"}, "carries no Ethernet frames"),
     ({"interface": "tun0", "lease": True, "forwarding": True}, "carries no Ethernet frames"),
     ({"interface": "\U0001f600"}, "there is no interface"),
@@ -411,7 +459,7 @@ def test_what_is_refused_leaves_nothing(lab: Lab, agent: RunningAgent) -> None:
         with pytest.raises(ControlError) as caught:
             agent.ask("attach", **arguments)
         assert sentence in caught.value.sentence, arguments
-    for said in ({"policies": own("a b")}, {"policies": own(BIG)}, {"denied": "maybe"}):
+    for said in ({"policies": own("a b")}, {"policies": own(BIG), "lease": True}, {"denied": "maybe"}):
         with pytest.raises(ControlError):
             attach(agent, three, **said)
     sent, heard = stream.end()

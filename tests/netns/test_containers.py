@@ -335,7 +335,10 @@ def test_who_can_make_himself_a_way_out_is_named(agent: RunningAgent, engine: En
     status = agent.status()
     assert status["state"] == "enforcing"
     assert [warning.partition(":")[0] for warning in status["warnings"]] == ["container admin", "container mighty"]
-    attached = namegate(agent, "attach", "--pid", engine.pid("admin"))
+    refused = namegate(agent, "attach", "--pid", engine.pid("admin"))
+    assert (refused.returncode, "is an endpoint already, with other labels" in refused.stderr) == (1, True), refused.stderr
+    in_force = [f"--label={key}={value}" for key, value in endpoints(agent)["admin"]["labels"].items()]
+    attached = namegate(agent, "attach", "--pid", engine.pid("admin"), *in_force)
     assert (attached.returncode, attached.stderr.startswith(f"warning: {said}")) == (0, True), attached.stderr
     for container in ("plain", "admin", "mapped"):
         agent.ask("detach", container=container)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +48,16 @@ def bad(agent: RunningAgent) -> dict[str, str]:
     wrong = {name: row["remedy"] for name, row in found.items() if row["state"] == "bad"}
     assert code == (1 if wrong else 0)
     return wrong
+
+
+def forwarding_warnings(agent: RunningAgent, wanted: int) -> list[str]:
+    """Whose, as soon as there are so many."""
+    until = time.monotonic() + 10
+    while True:
+        found = re.findall(r"WARNING.* ip_forward is 0: what (.*) sends", agent.log.read_text().replace("net.ipv4.", ""))
+        if len(found) >= wanted or time.monotonic() > until:
+            return found
+        time.sleep(0.02)
 
 
 def assert_gate_works(lab: Lab, number: int = 0) -> None:
@@ -116,8 +128,9 @@ def test_a_firewall(tmp_path: Path) -> None:
             assert code == 1
             assert found["firewall"]["found"].startswith("nftables inet host input drops what comes by ng-gate")
             assert "nftables inet host input drops DNS on its way to us" in agent.log.read_text()
-            remedy = found["firewall"]["remedy"].partition("  (")[0]
-            lab.run(lab.host, "sh", "-e", "-c", remedy)
+            assert found["runs"]["found"].startswith("nftables inet host input drops what comes by ng-runs")
+            for title in ("firewall", "runs"):
+                lab.run(lab.host, "sh", "-e", "-c", found[title]["remedy"].partition("  (")[0])
             assert bad(agent) == {}
             assert_gate_works(lab)
 
@@ -218,6 +231,21 @@ def test_forwarding_is_off(tmp_path: Path) -> None:
     with Lab(fresh=1) as lab:
         lab.settle(lab.host, {"ipv4/ip_forward": 0})
         assert bad(RunningAgent(lab, POLICY, tmp_path / "agent")) == {"forwarding": "sysctl -w net.ipv4.ip_forward=1"}
+
+
+def test_the_log_says_that_forwarding_is_off(tmp_path: Path) -> None:
+    """Once at the start and once for an interface that is attached; not of one that forwards for itself alone."""
+    with Lab(fresh=1, clients=2) as lab:
+        one, two = (each.endpoint for each in lab.clients)
+        lab.settle(lab.host, {"ipv4/ip_forward": 0})
+        with RunningAgent(lab, POLICY, tmp_path / "agent", endpoints=[{"interface": one, "addresses": ["10.0.0.2"]}]) as agent:
+            assert forwarding_warnings(agent, 1) == [one]
+            agent.ask("attach", interface=two, addresses=["10.0.0.6"])
+            assert forwarding_warnings(agent, 2) == [one, two]
+            lab.settle(lab.host, {f"ipv4/conf/{two}/forwarding": 1})
+            agent.end(signal.SIGTERM)
+            agent.start()
+            assert forwarding_warnings(agent, 3) == [one, two, one]
 
 
 def test_upstreams_that_do_not_answer(tmp_path: Path) -> None:

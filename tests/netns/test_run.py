@@ -29,7 +29,7 @@ from tests.netns.runs import command as namegate_run
 
 pytestmark = [pytest.mark.root]
 
-ALLOWED, DENIED = "198.51.100.7", "198.51.100.66"
+ALLOWED, DENIED, PRIVATE = "198.51.100.7", "198.51.100.66", "10.9.9.9"
 CONCURRENT = int(os.environ.get("RUN_CONCURRENT", "4"))
 KILLS = int(os.environ.get("RUN_KILLS", "4"))
 GONE_S_MAX = 5.0
@@ -63,7 +63,11 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
     """With a run that lasts, so that all share an agent; forwarding is off before it."""
-    records = {"a.test.": [f"A {ALLOWED}", "AAAA 2001:db8:53::7"], "evil.test.": [f"A {DENIED}"]}
+    records = {
+        "a.test.": [f"A {ALLOWED}", "AAAA 2001:db8:53::7"],
+        "evil.test.": [f"A {DENIED}"],
+        "corp.test.": [f"A {PRIVATE}"],
+    }
     with Lab(records=records, ports=(443,)) as lab:
         lab.settle(lab.host, {"ipv4/ip_forward": 0})
         host = Host(lab)
@@ -186,9 +190,9 @@ def test_what_no_namespace_closes(host: Host) -> None:
         print(call(numbers[1], b"user", b"namegate-test:SERIAL", b"x", 0))
         if platform.machine() == "x86_64":
             memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-            def call_32(number, first):  # mov eax, number; mov ebx, first; int 0x80; ret, with rbx kept
-                memory[:] = (b"\x53\xb8" + number.to_bytes(4, "little") + b"\xbb" + first.to_bytes(4, "little")
-                             + b"\xb9\x01\0\0\0\x31\xd2\xcd\x80\x5b\xc3").ljust(4096)
+            def call_32(number, first):  # in ebx; 1 in ecx, 0 in edx
+                code = "53 b8" + number.to_bytes(4, "little").hex() + "bb" + first.to_bytes(4, "little").hex()
+                memory[:] = bytes.fromhex(code + "b901000000 31d2 cd80 5b c3").ljust(4096, b"x")
                 return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))()
             print(call_32(20, 0) > 0, call_32(359, 40), call_32(359, 2) > 0)
     """.replace("SERIAL", secrets.token_hex(8))
@@ -258,15 +262,24 @@ def test_who_would_talk_for_the_command_is_out_of_reach(host: Host) -> None:
         directory.rmdir()
 
 
-def test_a_firewall_that_forwards_nothing(host: Host) -> None:
-    """Refused, with the commands of its owner; after them it works, for runs of every number."""
-    host.look("nft", "add table ip shut; add chain ip shut forward { type filter hook forward priority 0; policy drop; }")
+def test_a_firewall_that_lets_nothing_through(host: Host) -> None:
+    """Neither what a run sends nor its questions: refused, with the commands of its owner, each on a line of its own; after them
+    it works, for runs of every number."""
+    chains = [
+        "chain ip shut forward { type filter hook forward priority 0; policy drop; }",
+        "chain ip shut input { type filter hook input priority 0; policy drop; }",
+    ]
+    established = "rule ip shut input ct state established,related accept"
+    host.look("nft", "; ".join(f"add {each}" for each in ("table ip shut", *chains, established)))
     try:
         reach = ["--allow", "a.test", "--", sys.executable, "-c", CONNECT, "a.test"]
         refused = host.run(*reach)
         assert refused.returncode == 125
-        for remedy in re.findall(r"drops it: (nft [^;\n]*)", refused.stderr):
-            host.look(*shlex.split(remedy.replace('"', "'\"'")))
+        said, *remedies = refused.stderr.splitlines()
+        assert "drops what a run sends and the names it asks for (nftables ip shut forward, nftables ip shut input)" in said
+        assert any("ng-runs" in remedy for remedy in remedies)
+        for remedy in remedies:
+            host.look("sh", "-c", remedy.replace('"', "'\"'"))
         assert json.loads(host.run(*reach).stdout)["a.test"][0] == "connected"
     finally:
         host.look("nft", "delete table ip shut")
@@ -311,8 +324,33 @@ def test_an_audit_lets_pass_and_the_summary_says_what_it_was(host: Host) -> None
     assert [what for what, _ in json.loads(done.stdout).values()] == ["connected", "connected"]
     assert "namegate: would be denied: evil.test (A): " in done.stderr
     _, _, summary = done.stderr.partition("namegate: names asked:\n")
-    assert [line.split()[3:] for line in summary.splitlines()[:2]] == [["allowed", "a.test"], ["audited", "evil.test"]]
-    assert "namegate:   --allow evil.test\n" in summary
+    verdicts = [line.split(maxsplit=3)[3].split("  ") for line in summary.splitlines()[:2]]
+    assert [(words[0], words[-1].strip()) for words in verdicts] == [("allowed", "a.test"), ("would be denied", "evil.test")]
+    assert f"would be denied  {DENIED} port 443/tcp (evil.test)\n" in summary
+    _, _, remedies = summary.partition("namegate: to allow what would be denied:\n")
+    assert remedies == "namegate:   --allow evil.test:443/tcp\n"
+
+
+def test_a_name_of_a_private_address(host: Host) -> None:
+    """Taken out of the answer, which is said with what lets it through; that works, and an audit says all that is needed."""
+    resolve = [sys.executable, "-c", "import socket; print(socket.gethostbyname('corp.test'))"]
+    refused = host.run("--allow", "corp.test", "--", *resolve)
+    assert "corp.test is 10.9.9.9, a private address; to allow it: --allow-addresses 10.9.9.9/32\n" in refused.stderr
+    assert refused.returncode == 1
+    audit = host.run("--audit", "--summary", "--", *resolve)
+    assert (audit.returncode, audit.stdout) == (0, f"{PRIVATE}\n")
+    options = re.findall(r"^namegate:   (--allow.*)", audit.stderr, re.MULTILINE)
+    allowed = host.run(*(word for option in options for word in option.split()), "--", *resolve)
+    assert (allowed.returncode, allowed.stdout, allowed.stderr) == (0, f"{PRIVATE}\n", "")
+
+
+def test_what_one_run_resolved_is_not_another_ones(host: Host) -> None:
+    """They share an agent: nothing is opened by that, and nobody is told of the other's names."""
+    with_name = host.run("--allow", "a.test", "--", sys.executable, "-c", CONNECT, "a.test")
+    assert json.loads(with_name.stdout)["a.test"][0] == "connected"
+    done = host.run("--allow", "*", "--", sys.executable, "-c", CONNECT, ALLOWED)
+    assert json.loads(done.stdout)[ALLOWED][0] == "ConnectionRefusedError"
+    assert f"denied: {ALLOWED} port 443/tcp: not resolved through the proxy; " in done.stderr
 
 
 def test_output_ends_when_the_command_ends_it(host: Host) -> None:

@@ -5,10 +5,14 @@ Most tests do the same with and without it, and compare what the terminal shows.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +20,7 @@ import pytest
 
 from tests.netns.lab import Lab
 from tests.netns.runs import Host, Typed
+from tests.netns.runs import command as namegate_run
 from tests.netns.test_run import left, until
 
 pytestmark = [pytest.mark.root]
@@ -199,14 +204,40 @@ def test_a_signal_to_the_runner_is_the_commands(host: Host, number: signal.Signa
     assert run.returncode == 7
 
 
+@pytest.mark.parametrize(("then", "code"), [("CONT", 7), ("KILL", -signal.SIGKILL)])
+def test_stopped_and_continued_from_inside(host: Host, tmp_path: Path, then: str, code: int) -> None:
+    """What was stopped with COMMAND goes on with it, also where no shell watches jobs."""
+    go = tmp_path / "go"
+    child = f"kill -STOP $PPID; while ! [ -e {go} ]; do sleep 0.01; done; kill -{then} $PPID"
+    run = host.start("--", "sh", "-c", f"sh -c {shlex.quote(child)}; exit 7")
+    try:
+        until(lambda: Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        go.touch()
+        assert run.wait(timeout=10) == code
+    finally:
+        run.kill()
+        run.communicate()
+
+
 def test_a_reader_that_stands_still_holds_up_no_signal(host: Host) -> None:
     """Denials fill the pipe behind standard error; the run ends like any other all the same."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    ask = "import socket\nfor i in range(100):\n  try: socket.getaddrinfo(f'no-{i}', 1)\n  except OSError: pass\nprint(flush=True)"
-    command = host.inside(*namegate_run("--", sys.executable, "-c", f"{ask}\ninput()"))
+    script = """
+import socket
+for i in range(100):
     try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing, env=host.environment) as run:
+        socket.getaddrinfo(f"no-{i}", 1)
+    except OSError:
+        pass
+print(flush=True)
+input()
+"""
+    command = host.inside(*namegate_run("--", sys.executable, "-c", script))
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing, env=host.environment
+        ) as run:
             assert run.stdout is not None
             assert run.stdout.readline() == b"\n"
             run.terminate()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent.selftest.capture import Packet, missing
+from agent.selftest import checks as checks_module
 from agent.selftest.checks import run, what_is_missing
 from agent.selftest.network import Network
 
@@ -67,11 +68,31 @@ def test_it_sees_a_gate_that_is_broken(known_bad: str) -> None:
         checks.close()
     print(f"\n{known_bad}: {fresh.said}")
     assert not fresh.is_good
+    assert fresh.bad is not None
+    assert fresh.bad.startswith("a name was answered before its address was open")
     found = re.search(r"(\d+) first packets, (\d+) lost", fresh.said)
     assert found is not None
     assert int(found[1]) == 100
     assert int(found[2]) > 5
     assert not left_of(os.getpid())
+
+
+@root
+def test_names_that_are_not_answered_are_no_lost_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one endpoint may ask but little, most names bring nothing: the line says so, and that the gate lost nothing."""
+    monkeypatch.setattr(checks_module, "NO_LIMIT", {"questions-per-second": 20, "question-burst": 10})
+    checks = run(40)
+    try:
+        next(checks)
+        fresh = next(checks)
+    finally:
+        checks.close()
+    print(f"\n{fresh}")
+    assert not fresh.is_good
+    assert " 0 lost" in fresh.said
+    assert "names brought no address" in fresh.said
+    assert fresh.bad is not None
+    assert fresh.bad.startswith("questions were refused")
 
 
 @root

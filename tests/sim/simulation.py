@@ -214,14 +214,30 @@ class Simulation:
         return self.engine.groups.is_inheriting
 
     def rest(self) -> None:
-        """Every fault ends, and everything is done that can be."""
+        """Every fault ends, and everything is done that can be. Who brought policies that do not fit goes, as its shell sees to."""
         self.world.kernel.rows_max.clear()
+        self._come_to_rest()
+        groups = self.engine.groups
+        refused = [number for number, e in groups.endpoints.items() if e.group is None and e.added.policies is not None]
+        if refused:
+            self._judge_refusal()
+            for number in refused:
+                self.remove_endpoint(number)
+            self._come_to_rest()
+        self.judge_rest()
+
+    def _come_to_rest(self) -> None:
         for seconds in (0.0, 1.1, QUESTION_S_MAX, 1.1, 5.1, 5.1, 0.0):
             self.advance(seconds)
             while self.write() or self.unheard or self.world.waiting_looks:
                 self.acknowledge(1)
                 self.hear_flows()
-        self.judge_rest()
+
+    def remove_endpoint(self, number: int) -> None:
+        self.questions = {asker: question for asker, question in self.questions.items() if question[0] != number}
+        self.disturbed |= set(self.engine.groups.endpoints[number].added.addresses)
+        self.world.remove_endpoint(number)
+        self.judge()
 
     # --- what is known of the world ---------------------------------------------------------------------------------------
 
@@ -386,6 +402,16 @@ class Simulation:
                         assert any(triple in allowed for allowed in allowed_by), f"I6: {triple} is open after {write}"
                     else:
                         assert not all(triple in assured for assured in assured_by), f"I5: {triple} is shut after {write}"
+
+    def _judge_refusal(self) -> None:
+        """Only endpoints with policies of their own wait in vain, and only where there is no room for these."""
+        engine = self.engine
+        assert engine.groups._try_again_at is not None, "I1: an endpoint waits for nothing"
+        situation = self.situation(engine.groups.policies, self._pairs)
+        rules = [rule for workload in self.workloads.values() for _, rule in situation.rules(workload)]
+        names = {peer for rule in rules for peer in rule.peers or () if isinstance(peer, Fqdn)}  # each has one in reserve
+        identities = {*engine.identities.labels_by_identity.values(), *situation.label_sets().values(), *names}
+        assert len(identities) > self.world.settings.identities_max, "I9: there is room, and an endpoint is refused"
 
     def judge_rest(self) -> None:
         """I1, and that nothing is left over."""
@@ -662,10 +688,7 @@ class Histories(RuleBasedStateMachine):
     @rule(number=st.sampled_from((2, 3)))
     def endpoint_goes(self, number: int) -> None:
         if number in self.world.engine.groups.endpoints:
-            self.sim.questions = {asker: q for asker, q in self.sim.questions.items() if q[0] != number}
-            self.sim.disturbed.add(packed(ENDPOINTS[number]))
-            self.world.remove_endpoint(number)
-            self.sim.judge()
+            self.sim.remove_endpoint(number)
 
     @rule(addresses=st.sets(st.sampled_from(ADDRESSES[:3]), max_size=1))
     def host_addresses_change(self, addresses: set[Address]) -> None:

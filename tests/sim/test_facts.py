@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dns.message
+import pytest
 
+from agent.control.listings import Listings
 from agent.core.events import AskerGone, Fact, Query, Tick, UpstreamFailed
 from agent.core.proxy import QUESTION_S_MAX
 from agent.core.settings import Settings
 from agent.core.types import PROTOCOL_TCP, PROTOCOL_UDP, packed
 from tests.sim.world import EVERY_ADDRESS, UPSTREAM, World, allow
 
-A = "198.51.100.1"
+A, B = "198.51.100.1", "198.51.100.2"
 CLIENT = "192.0.2.11"
 KEYS = {"endpoint", "client", "server", "protocol", "name", "type", "verdict", "cookie", "upstream", "upstream_s"}
 KEYS |= {"gate_s", "rows", "outcome", "why", "unsaid"}
+ANSWER_KEYS = {"rcode", "answers", "cnames"}
 
 
 def started(settings: Settings | None = None) -> World:
@@ -30,7 +33,7 @@ def said(world: World) -> list[Fact]:
 
 
 def test_a_released_reply_says_by_which_rule_how_long_and_for_how_many_rows() -> None:
-    """Time with the upstream and time at the gate apart."""
+    """Time with the upstream and time at the gate apart; and what the reply said."""
     world = started()
     world.auto = False
     asker = world.ask("a.test.")
@@ -40,11 +43,12 @@ def test_a_released_reply_says_by_which_rule_how_long_and_for_how_many_rows() ->
     world.auto = True
     world.quiesce()
     (fact,) = said(world)
-    assert fact.fields.keys() == KEYS
+    assert fact.fields.keys() == KEYS | ANSWER_KEYS
     assert {**fact.fields, "cookie": 0} == {
         "endpoint": 1, "client": CLIENT, "server": "203.0.113.1", "protocol": "udp", "name": "a.test.", "type": 1,
         "verdict": "allowed", "cookie": 0, "upstream": "203.0.113.53", "upstream_s": 0.25, "gate_s": 0.125, "rows": 1,
         "outcome": "released", "why": None, "unsaid": None,
+        "rcode": 0, "answers": [{"address": A, "ttl": 60}], "cnames": [],
     }  # fmt: skip
     cookie = fact.fields["cookie"]
     assert isinstance(cookie, int)
@@ -112,3 +116,42 @@ def test_addresses_that_are_taken_out_are_said_sparingly_too() -> None:
         world.resolve("a.test.", "127.0.0.1")
     (fact,) = [fact for fact in world.facts if fact.kind == "guard"]
     assert fact.fields["addresses"] == {"127.0.0.1": "loopback"}
+
+
+@pytest.mark.parametrize("is_audit", [False, True])
+def test_who_watches_an_endpoint_is_told_of_each_address_that_is_taken_out(is_audit: bool) -> None:
+    """Also where the log is not told; and under audit, where it is not taken out."""
+    world = started(Settings(upstreams=(UPSTREAM,)))
+    world.add_endpoint(3, "192.0.2.13", audit=is_audit)
+    world.advance(0.0)
+    world.engine.proxy.is_watched = False
+    world.engine.proxy.watched.add(3)
+    for name in ("a.test.", "b.test.") if is_audit else ("a.test.", "a.test."):
+        answered = world.resolve(name, "10.0.0.5", endpoint=3)
+        assert answered.addresses == (["10.0.0.5"] if is_audit else [])
+    facts = [fact for fact in world.facts if fact.kind == "guard"]
+    assert [(fact.fields["addresses"], fact.fields["audited"]) for fact in facts] == 2 * [({"10.0.0.5": "private"}, is_audit)]
+
+
+def test_a_drop_is_explained_by_what_its_endpoint_was_answered() -> None:
+    """By its own rules as well: who learns for itself hears nothing of names that others asked."""
+    world = World(Settings(upstreams=(UPSTREAM,), allow_addresses=EVERY_ADDRESS))
+    world.start(allow("a.test.", app="e3"), allow("*.", app="e4"), allow("*.", app="e5"))
+    for number in (3, 4, 5):
+        world.add_endpoint(number, f"192.0.2.{10 + number}", isolated=number != 5)
+    world.advance(0.0)
+    listings = Listings(world.engine, world.now)
+    world.resolve("a.test.", A, endpoint=3)
+    world.resolve("b.test.", B, endpoint=4)
+
+    def why(address: str, endpoint: int) -> str | None:
+        return listings.why_dropped("policy", packed(address), endpoint, is_egress=True)
+
+    assert [listings.names_on(packed(A), number) for number in (3, 4, 5, None)] == [["a.test."], [], ["a.test."], ["a.test."]]
+    assert [why(A, number) for number in (3, 4)] == ["no rule for this port: a.test.", "not resolved through the proxy"]
+    assert why(B, 3) == "not resolved through the proxy"
+    world.resolve("a.test.", A, endpoint=4)
+    assert [why(A, number) for number in (3, 4)] == 2 * ["no rule for this port: a.test."]
+    world.apply(allow("c.test.", app="e3"), allow("*.", app="e4"))
+    world.advance(0.0)
+    assert why(A, 3) == "no rule for this name: a.test."

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent import hook
+from agent import oci_hook
 from agent.cli.environment import DEFAULT_CONTROL
 from agent.control import ControlError
 from agent.core.types import packed
@@ -142,7 +142,7 @@ def test_the_hook_is_a_file_that_podman_reads(tmp_path: Path) -> None:
     assert written["stages"] == ["createRuntime"]
     assert written["when"] == {"annotations": {"^namegate[.]": ".*"}}
     assert written["hook"]["path"] == sys.executable
-    assert written["hook"]["args"][:3] == [sys.executable, "-I", hook.__file__]
+    assert written["hook"]["args"][:3] == [sys.executable, "-I", oci_hook.__file__]
     settings = json.loads(written["hook"]["args"][3])
     assert settings == {"control": "/run/x.sock", "labels": {"by": "hook"}, "denied": "drop"}
     call("attach", "--hook", "--all", *hooks)

@@ -92,7 +92,10 @@ def test_what_no_file_could_say_is_refused(said: dict[str, object]) -> None:
 
 TEXTS = (PolicyText("--allow", "a.test\n"), PolicyText("b.yaml", "b.test:443/tcp # \u00fc\n"))
 ATTACHED = Attachment(7, EndpointSettings("veth7", {"app": "x"}, audit=True, line=1), COMMAND)
-LEASED = Attachment(8, EndpointSettings("veth8", line=1), LEASE, TEXTS, own_policies(TEXTS))
+NETWORKS = ("10.9.0.0/16", "2001:db8::7")
+LEASED = Attachment(
+    8, EndpointSettings("veth8", line=1), LEASE, TEXTS, own_policies(TEXTS, NETWORKS), allow_addresses=NETWORKS
+)
 
 
 @pytest.fixture
@@ -210,6 +213,14 @@ def test_own_policies_close_both_directions(texts: tuple[PolicyText, ...]) -> No
     assert any(policy.default_deny_ingress for policy in policies)
     (inward,) = [rule for policy in policies for rule in policy.rules if rule.direction is Direction.INGRESS]
     assert [str(peer) for peer in inward.peers or ()] == ["host"]
+
+
+def test_own_policies_open_the_guard_as_asked() -> None:
+    """Each of them, whatever it lets through itself; what is no network is a mistake like others."""
+    policies = own_policies(TEXTS, NETWORKS)
+    assert {tuple(map(str, policy.allow_addresses)) for policy in policies} == {("10.9.0.0/16", "2001:db8::7/128")}
+    with pytest.raises(PolicyError, match="--allow-addresses"):
+        own_policies(TEXTS, ["10.0.0.0/33"])
 
 
 def test_mistakes_of_all_texts_are_told_by_their_names() -> None:

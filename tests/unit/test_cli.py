@@ -114,7 +114,8 @@ def configuration(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("noun", NOUNS)
 def test_tables_fit_eighty_columns(noun: str) -> None:
     """With the longest values there are; a heading and a line for each row."""
-    result = call(noun, agent=FakeAgent(**{noun.replace("-", "_"): [ROWS[noun], ROWS[noun]]}))
+    environment = Environment(FakeAgent(**{noun.replace("-", "_"): [ROWS[noun], ROWS[noun]]}).connect, is_root=lambda: True)
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, [noun], obj=environment)
     lines = result.stdout.splitlines()
     assert result.exit_code == 0, result.output
     assert len(lines) == 3
@@ -167,11 +168,20 @@ def test_a_drop_shows_the_far_side(row: dict[str, object], peer: str) -> None:
     assert "04:05:06" in stdout
 
 
-def test_a_wide_terminal_gets_wide_tables() -> None:
-    """$COLUMNS counts, also in a pipe."""
-    runner = CliRunner(env={"COLUMNS": "300"})
+def test_a_table_in_a_pipe_is_not_cut() -> None:
+    """What reads it wants whole values; $COLUMNS says otherwise."""
     environment = Environment(connect=FakeAgent(names=[ROWS["names"]]).connect, is_root=lambda: True)
-    assert "…" not in runner.invoke(main, ["names"], obj=environment).stdout
+    for columns, is_cut in ((None, False), ("300", False), ("80", True)):
+        stdout = CliRunner(env={"COLUMNS": columns}).invoke(main, ["names"], obj=environment).stdout
+        assert ("…" in stdout) is is_cut
+        assert max(map(len, stdout.splitlines())) > 80 or is_cut
+
+
+def test_a_drop_is_of_an_interface() -> None:
+    """By its name; of an endpoint that has gone by its number."""
+    for interface, shown in (("veth-build", "veth-build"), (None, "7")):
+        row = {**ROWS["drops"], "endpoint": 7, "interface": interface}
+        assert call("drops", agent=FakeAgent(drops=[row])).stdout.splitlines()[1].split()[1] == shown
 
 
 # --- status ----------------------------------------------------------------------------------------------------------

@@ -6,10 +6,18 @@ import dataclasses
 import re
 from pathlib import Path
 
-from agent.config import ControlSettings, DatapathSettings, DnsSettings, EndpointSettings, GateSettings, Limits
+from agent.config import (
+    ContainerSettings,
+    ControlSettings,
+    DatapathSettings,
+    DnsSettings,
+    EndpointSettings,
+    GateSettings,
+    Limits,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "CONFIGURATION.md"
-SECTIONS = (EndpointSettings, DnsSettings, GateSettings, ControlSettings, DatapathSettings, Limits)
+SECTIONS = (EndpointSettings, ContainerSettings, DnsSettings, GateSettings, ControlSettings, DatapathSettings, Limits)
 # What the dataclasses hold beside keys.
 NO_KEYS = {"line", "asks-the-server-asked"}
 

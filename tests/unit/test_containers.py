@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent import hook
+from agent import oci_hook
 from agent.config import ContainerSettings, EndpointSettings
 from agent.core.types import packed
 from agent.host.containers import (
@@ -111,7 +111,7 @@ def test_an_engine_that_is_not_there_changes_nothing_and_is_said(tmp_path: Path)
         containers.start()
         await asyncio.wait_for(containers.listed(), 5)
         with pytest.raises(ContainerError, match="cannot be asked"):
-            await containers.follow("web", engine, EndpointSettings(""))
+            await containers.follow("web", engine, EndpointSettings(""), lambda _: None)
         await containers.close()
 
     asyncio.run(watch())
@@ -127,7 +127,7 @@ def test_an_engine_that_was_named_by_mistake_troubles_nobody(tmp_path: Path) -> 
         containers = ContainerWatch([], lambda *report: reports.append(report))
         containers.start()
         with pytest.raises(ContainerError, match="there is no such socket"):
-            await containers.follow("web", tmp_path / "typo.sock", EndpointSettings(""))
+            await containers.follow("web", tmp_path / "typo.sock", EndpointSettings(""), lambda _: None)
         await asyncio.wait_for(containers.listed(), 5)
         assert not containers.unfollow("web")
         await containers.close()
@@ -173,16 +173,16 @@ def test_a_namespace_that_is_not_there_is_a_sentence() -> None:
 @pytest.mark.parametrize("state", ["", "[]", "{}", '{"pid": "x"}', '{"pid": 4194305}'])
 def test_the_hook_fails_closed(state: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever it is given: one line that says that the container does not start, and 1."""
-    assert hook.main(['{"control": "/nowhere"}'], io.StringIO(state)) == 1
+    assert oci_hook.main(['{"control": "/nowhere"}'], io.StringIO(state)) == 1
     said = capsys.readouterr().err
     assert said.startswith("namegate: the container is not started: ")
     assert len(said.splitlines()) == 1
-    assert hook.main([], io.StringIO('{"pid": 1}')) == 1
+    assert oci_hook.main([], io.StringIO('{"pid": 1}')) == 1
 
 
 def test_the_hooks_labels_are_those_of_the_annotations(tmp_path: Path) -> None:
     """From the state, or where the runtime leaves them out of it, from the bundle."""
     annotations = {"namegate.label.app": "web", "namegate.policed": "yes", "io.container.manager": "libpod"}
     (tmp_path / "config.json").write_text(json.dumps({"annotations": annotations}))
-    assert hook._labels({"annotations": annotations}) == {"app": "web"}
-    assert hook._labels({"bundle": str(tmp_path)}) == {"app": "web"}
+    assert oci_hook._labels({"annotations": annotations}) == {"app": "web"}
+    assert oci_hook._labels({"bundle": str(tmp_path)}) == {"app": "web"}

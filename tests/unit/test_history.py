@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.core.history import KEPT_S, NameHistory
+from agent.core.history import KEPT_S, OTHERS_MAX, NameHistory
 from agent.core.types import packed
 
 ADDRESS = packed("198.51.100.7")
@@ -20,6 +20,16 @@ def test_names_of_an_address_the_last_one_first() -> None:
         ("b.test.", 10.0, 10.0, 70.0),
     ]
     assert history.on(OTHER, 30.0) == []
+
+
+def test_who_was_answered_is_known_of_the_last_ones() -> None:
+    """However many ask for one name after each other, it costs a bounded number of them."""
+    history = NameHistory(10)
+    for endpoint in (*range(1, OTHERS_MAX + 3), 5):
+        history.note("a.test.", ADDRESS, endpoint, ("a.test.",), 60.0, float(endpoint))
+    (seen,) = history.on(ADDRESS, 30.0)
+    assert [number for number in range(OTHERS_MAX + 4) if seen.is_known_to(number)] == [*range(2, OTHERS_MAX + 3)]
+    assert (seen.endpoint, len(seen.others)) == (5, OTHERS_MAX)
 
 
 def test_it_outlives_the_lifetime_and_ends_after_a_day() -> None:

@@ -111,6 +111,40 @@ def test_each_verdict_has_its_words(fields: dict[str, object], wanted: tuple[str
     asyncio.run(story())
 
 
+def test_an_address_that_no_name_may_stand_for() -> None:
+    """Each has its line and its count; of a neighbour's it is said what lets it through, of a metadata service's it is not."""
+
+    async def story() -> None:
+        owned = Owned()
+        addresses = {"10.9.9.9": "private", "169.254.169.254": "metadata", "fd00::7": "ULA"}
+        for _ in range(2):
+            owned.lease.take_guarded({"name": "corp.test.", "addresses": addresses, "audited": False})
+        told = await owned.told()
+        assert [(fact["kind"], fact["address"], fact["sort"]) for fact in told] == [("guard", *each) for each in addresses.items()]
+        assert [fact["allow_addresses"] for fact in told] == ["10.9.9.9/32", None, "fd00::7/128"]
+        summary = await owned.summary()
+        assert [(each["address"], each["count"]) for each in summary["guarded"]] == [(address, 2) for address in addresses]
+        assert (summary["allow"], summary["allow_addresses"]) == ([], ["10.9.9.9/32", "fd00::7/128"])
+
+    asyncio.run(story())
+
+
+def test_what_was_seen_with_its_port_is_not_allowed_as_a_whole() -> None:
+    """Under audit a name is asked and then connected to: the narrower entry does for both."""
+
+    async def story() -> None:
+        owned = Owned()
+        for name in ("evil.test.", "only-asked.test."):
+            owned.lease.take_question(question(name, "released", "audited"))
+        why = "no rule for this name: evil.test."
+        owned.lease.take_drop({**DROP, "names": ["evil.test."], "why": why, "audited": True})
+        summary = await owned.summary()
+        assert summary["allow"] == ["only-asked.test", "evil.test:443/tcp"]
+        assert [each["why"] for each in summary["drops"]] == ["no rule for this name"]
+
+    asyncio.run(story())
+
+
 def test_who_stands_still_costs_a_bounded_number_of_lines() -> None:
     """A hundred thousand different things happened meanwhile; what was lost is told, and the end counts all of them."""
 

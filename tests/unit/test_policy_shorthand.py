@@ -89,6 +89,7 @@ def test_no_entry_allows_nothing() -> None:
         ("cidr:a.test", "is no network"),
         ("https://a.test/", "is a URL"),
         ("a.test:https", "is no port"),
+        ("a.test:80,443", "an entry for each, or a range"),
         ("a.test:", "is no port"),
         ("a.test:0443", "leading zeros"),
         ("a.test:70000", "is no port"),

@@ -108,6 +108,9 @@ DROP = {
 }  # fmt: skip
 
 
+GUARDED = {"kind": "guard", "name": "corp.test.", "address": "10.9.9.9", "sort": "private", "audited": False}
+
+
 @pytest.mark.parametrize(("fact", "line"), [
     (QUESTION, "denied: evil.test (A): no rule; to allow it: --allow evil.test"),
     ({**QUESTION, "verdict": "audited"}, "would be denied: evil.test (A): no rule; to allow it: --allow evil.test"),
@@ -116,6 +119,10 @@ DROP = {
     (DROP, "denied: 198.51.100.7 port 443/tcp (a.test): no rule; to allow it: --allow a.test:443/tcp"),
     ({**DROP, "audited": True, "names": [], "port": 0, "protocol": "icmp", "allow": None},
      "would be denied: 198.51.100.7 (icmp): no rule"),
+    ({**GUARDED, "allow_addresses": "10.9.9.9/32"},
+     "denied: corp.test is 10.9.9.9, a private address; to allow it: --allow-addresses 10.9.9.9/32"),
+    ({**GUARDED, "sort": "metadata", "audited": True, "allow_addresses": None},
+     "would be denied: corp.test is 10.9.9.9, a metadata address"),
     ({"kind": "lost", "count": 12}, "12 more could not be told"),
 ])  # fmt: skip
 def test_a_fact_is_a_line(fact: Mapping[str, Any], line: str) -> None:
@@ -126,20 +133,28 @@ def test_a_fact_is_a_line(fact: Mapping[str, Any], line: str) -> None:
 def test_a_summary_counts() -> None:
     summary = {
         "names": [{"name": "a.test.", "verdict": "allowed", "count": 3}, {"name": "b.test.", "verdict": "denied", "count": 1}],
+        "guarded": [{**GUARDED, "count": 1}],
         "drops": [{**DROP, "count": 2}],
         "allow": ["b.test"],
+        "allow_addresses": ["10.9.9.9/32"],
         "unlisted": 4,
     }
     assert summary_lines(summary) == [
         "names asked:",
         "      3 x  allowed  a.test",
         "      1 x  denied   b.test",
+        "addresses that no name may stand for:",
+        "      1 x  denied   corp.test is 10.9.9.9, a private address",
         "packets:",
         "      2 x  denied   198.51.100.7 port 443/tcp (a.test)",
         "and 4 that are not listed",
         "to allow what was denied:",
         "  --allow b.test",
+        "  --allow-addresses 10.9.9.9/32",
     ]
+    audited = {**summary, "names": [{"name": "a.test.", "verdict": "audited", "count": 3}], "guarded": [], "drops": []}
+    assert summary_lines(audited)[1] == "      3 x  would be denied  a.test"
+    assert "to allow what would be denied:" in summary_lines(audited)
 
 
 @contextmanager
@@ -198,3 +213,28 @@ def test_its_own_failures_are_125(arguments: list[str], sentence: str) -> None:
     result = CliRunner().invoke(main, ["run", *arguments], obj=Environment(is_root=lambda: False))
     assert result.exit_code == 125
     assert sentence in result.output
+
+
+def test_a_socket_to_keep_that_is_not_there(tmp_path: Path) -> None:
+    """Somebody has mistyped it: COMMAND would miss it, and nobody would know why."""
+    arguments = ["run", "--keep-socket", str(tmp_path / "none.sock"), "--", "true"]
+    result = CliRunner().invoke(main, arguments, obj=Environment(is_root=lambda: True))
+    assert (result.exit_code, result.output) == (125, f"namegate: --keep-socket: {tmp_path / 'none.sock'} is not there\n")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_order_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """--control on either side of `run`; a list without an entry allows nothing, which is said."""
+    from agent.runner import run as runner
+
+    orders: list[runner.Order] = []
+    monkeypatch.setattr(runner, "run", lambda order: orders.append(order) or 0)
+    empty, control = tmp_path / "empty.list", ["--control", "/x.sock"]
+    empty.write_text("# nothing yet\n\n")
+    more = ["--allow", "a.test", "--allow-file", str(empty), "--allow-addresses", "10.0.0.0/8", "--", "true"]
+    arguments = [*control, "run", *more] if before else ["run", *control, *more]
+    result = CliRunner().invoke(main, arguments, obj=Environment(is_root=lambda: True))
+    assert (result.exit_code, result.output) == (0, f"namegate: warning: {empty} has no entry, and allows nothing\n")
+    (order,) = orders
+    assert (order.control, order.allow_addresses) == (Path("/x.sock"), ("10.0.0.0/8",))
+    assert order.policies == [{"name": "--allow", "text": "a.test\n"}]

@@ -5,8 +5,11 @@ runtime's namespaces: the container's are made, its network is set up, and its p
 the settings that `namegate attach --hook` wrote on the command line; both are JSON.
 
 Rule 1: it ends with 0 only when the agent says that its programs are on every interface of the container, or when the container
-has no network at all. Else with 1 and a sentence, which the runtime shows, and the container does not start.
+has no network at all. Else with 1, and the container does not start.
 Rule 2: it asks no engine. The engine waits for us, with the container's lock held.
+
+Rule 3: why it does not start is said where a person finds it. runc shows what we write, crun only that a hook failed: the
+sentence is also in the agent's log, or where no agent listens, in the system's (syslog(3)).
 
 Labels: those of the annotations `namegate.label.KEY` (`podman run --annotation namegate.label.app=web`), because the runtime is
 not told the container's labels; then those said when the hook was installed, which win. An agent that also follows the engine
@@ -17,8 +20,10 @@ It is started for each container with `python -I`, so it imports little.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import syslog
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Final
@@ -33,6 +38,8 @@ LABEL_ANNOTATION: Final = "namegate.label."
 
 # The agent answers in some milliseconds; one that starts just now, in a second or two. The runtime waits as long as we do.
 _PATIENCE_S: Final = 10.0
+# One that has just not answered in that time is not waited for again.
+_TELL_S_MAX: Final = 1.0
 
 
 class Unprotected(Exception):
@@ -83,18 +90,30 @@ def _labels(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main(arguments: list[str], given: IO[str]) -> int:
+    settings: Any = None
+    state: Any = None
     try:
-        run(json.loads(arguments[0]), json.load(given))
+        settings = json.loads(arguments[0])
+        state = json.load(given)
+        run(settings, state)
     except Unprotected as error:
-        print(f"namegate: the container is not started: {error}", file=sys.stderr)
+        _say(str(error), settings, state)
         return 1
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:
-        print(
-            f"namegate: the container is not started: the hook was called in a way it does not know ({error!r})",
-            file=sys.stderr,
-        )
+        _say(f"the hook was called in a way it does not know ({error!r})", settings, state)
         return 1
     return 0
+
+
+def _say(why: str, settings: Any, state: Any) -> None:
+    """To whoever listens: the runtime, and the agent or the system's log."""
+    print(f"namegate: the container is not started: {why}", file=sys.stderr)
+    name = str(state["id"]) if isinstance(state, dict) and "id" in state else "without an id"
+    with contextlib.suppress(ControlError, KeyError, TypeError):
+        Control(Path(settings["control"]), _TELL_S_MAX).ask("not-started", container=name, why=why)
+        return
+    syslog.openlog("namegate", syslog.LOG_PID, syslog.LOG_DAEMON)
+    syslog.syslog(syslog.LOG_ERR, f"container {name} is not started: {why}")
 
 
 if __name__ == "__main__":
