@@ -259,7 +259,8 @@ def _name_lines(answer: Mapping[str, Any]) -> Iterator[str]:
 def _taken_out_lines(taken_out: Mapping[str, Any] | None) -> Iterator[str]:
     if taken_out is not None:
         addresses = ", ".join(f"{address} ({kind})" for address, kind in taken_out["addresses"].items())
-        yield f"{addresses}, by the address guard, {taken_out['ago']:.0f}s ago{'; only under audit' * bool(taken_out['audited'])}"
+        audited = ", or would have been without audit" if taken_out["audited"] else ""
+        yield f"{addresses}, by the address guard, {taken_out['ago']:.0f}s ago{audited}"
         yield "`dns.allow-addresses`, or a policy's annotation `namegate/allow-addresses`, lets such addresses stand"
 
 

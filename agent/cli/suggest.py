@@ -88,10 +88,11 @@ def suggest(records: tuple[Path, ...], output: str, endpoint: str | None, *, pat
     except RecordError as error:
         raise Sentence(str(error)) from None
     proposals = [propose(party, only_allowed=only_allowed, patterns=patterns) for party in traffic.parties]
+    without = [f"{each.party}: {sentence}" for each in proposals if not each.entries for sentence in each.besides]
     proposals = [proposal for proposal in proposals if proposal.entries]
     if not proposals:
-        raise Refusal("nothing was recorded that a policy could allow")
-    heading = heading_of(traffic, [record.name for record in records])
+        raise Refusal("\n".join(["nothing was recorded that a policy could allow", *without]))
+    heading = [*heading_of(traffic, [record.name for record in records]), *without]
     if output == "cnp":
         click.echo(as_policies(proposals, heading), nl=False)
         return

@@ -33,7 +33,7 @@ from agent.core.types import Orientation, text_of
 from agent.datapath import attach, datapath, device, loader, syscall
 from agent.datapath.attach import Hook
 from agent.datapath.errors import DatapathError
-from agent.host import forwarding, marks
+from agent.host import forwarding, hook_directories, marks
 from agent.host.firewall import Firewall, Unreadable
 from agent.host.interfaces import Interfaces
 

@@ -57,7 +57,7 @@ class Off(NamedTuple):
 
 
 def routed(behind: Mapping[str, int]) -> list[str]:
-    """Of these interfaces, with their indexes, those whose packets are forwarded by the host: not ports, whose bridge does that.
+    """Of these interfaces, with their indexes, those whose packets the host forwards; of a bridge's ports the bridge does.
     Raises OSError.
     """
     ports = {message.fixed[2] for message in netlink.dump(netlink.GET_LINK) if _IFLA_MASTER in message.attributes}

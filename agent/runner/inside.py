@@ -86,7 +86,6 @@ class Channel:
         message: dict[str, Any] = json.loads(octets)
         return message, descriptors
 
-
     @contextlib.contextmanager
     def continuing_us(self) -> Iterator[None]:
         """Whatever the other side says meanwhile continues this process, should it be stopped (fcntl(2), F_SETSIG)."""

@@ -2,7 +2,8 @@
 
 Rule 1: names are exact, unless patterns were asked for; a pattern never takes names that strangers can register.
 Rule 2: an address stands for itself only where no name was seen for it.
-Rule 3: what was only asked may be asked and no more. In a list, where every name opens something, that is ICMP.
+Rule 3: what was only asked may be asked and no more. In a list, where every name opens something, that is ICMP. If it was
+denied nobody knows what for: it is a comment.
 Rule 4: what a rule denies is not suggested: somebody meant it. It is told in a comment.
 """
 
@@ -107,7 +108,12 @@ def propose(party: Party, *, only_allowed: bool = False, patterns: bool = False)
         besides.append(f"{_times(by_rule, 'flow')} denied by {', '.join(sorted(by_rule.rules))}: left so")
     if incoming.times:
         besides.append(f"{_times(incoming, 'flow')} came in: this is about what goes out")
-    found = list(entries.values())
+    found = []
+    for entry in entries.values():
+        if entry.openings or entry.asked.times[Was.ALLOWED] or entry.asked.times[Was.AUDITED]:
+            found.append(entry)
+        else:
+            besides.append(f"{entry.target}: {entry.comment(())}; what for was not seen")
     return Proposal(party, sorted(_generalised(found) if patterns else found, key=_order), besides)
 
 

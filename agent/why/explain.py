@@ -158,8 +158,11 @@ class Explain:
         if text is None:
             found = known
         else:
-            rows = ((added, {"endpoint": added.endpoint, "interface": added.interface, "labels": added.labels}) for added in known)
-            found = [added for added, row in rows if is_endpoint(row, text)]
+            found = [
+                added
+                for added in known
+                if is_endpoint({"endpoint": added.endpoint, "interface": added.interface, "labels": added.labels}, text)
+            ]
         if not found:
             what = "no endpoint is policed yet" if text is None else f"no endpoint is {text!r}"
             meant = dict.fromkeys(f"{key}={text}?" for added in known for key, value in added.labels.items() if value == text)

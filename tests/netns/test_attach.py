@@ -254,7 +254,10 @@ spec:
   egress: [{toFQDNs: [{matchName: a.test}]}]
 """
     endpoints = [{"interface": "ep[1]", "labels": {"app": "x"}}]
-    with Lab(2, records={"b.test.": [f"A {B}"]}) as lab, RunningAgent(lab, document, tmp_path, endpoints=endpoints) as agent:
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(2, records={"b.test.": [f"A {B}"]}))
+        batch(lab, lab.host, *(f"route add {each.addresses[0]}/32 dev {each.endpoint}" for each in lab.clients))
+        agent = stack.enter_context(RunningAgent(lab, document, tmp_path, endpoints=endpoints, is_talkative=False))
         with pytest.raises(ControlError, match="ep1 is an endpoint already, with other labels"):
             agent.ask("attach", interface="ep1", labels={"app": "y"})
         assert ask(lab, "b.test").status == "NXDOMAIN"

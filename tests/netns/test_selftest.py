@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.selftest.capture import Packet, missing
 from agent.selftest import checks as checks_module
+from agent.selftest.capture import Packet, missing
 from agent.selftest.checks import run, what_is_missing
 from agent.selftest.network import Network
 

@@ -227,7 +227,8 @@ class Simulation:
         self.judge_rest()
 
     def _come_to_rest(self) -> None:
-        for seconds in (0.0, 1.1, QUESTION_S_MAX, 1.1, 5.1, 5.1, 0.0):
+        # What was refused is tried again each second, until a pass over the flows has given room; another one is due after it.
+        for seconds in (0.0, 1.1, QUESTION_S_MAX, *[1.1] * 8, 5.1, 5.1, 5.1, 0.0):
             self.advance(seconds)
             while self.write() or self.unheard or self.world.waiting_looks:
                 self.acknowledge(1)

@@ -391,6 +391,52 @@ def test_an_endpoint_is_meant_by_number_interface_or_label() -> None:
     assert [row["endpoint"] for row in explained(world, "a.test")["endpoints"]] == [1, 2]
 
 
+def test_a_label_without_its_key_is_understood() -> None:
+    """Not obeyed: the sentence says how it is written."""
+    with pytest.raises(ControlError, match=r"no endpoint is 'e1': app=e1\? `namegate endpoints`"):
+        explained(Scene("a.test\n").world, "a.test", endpoint="e1")
+
+
+def said_by(answer: dict[str, Any], *arguments: str) -> tuple[int, str]:
+    """Exit code and text of the command, from an agent that answers so."""
+
+    class Agent:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def ask(self, command: str, /, **arguments: object) -> object:
+            return answer
+
+    environment = Environment(Agent, is_root=lambda: True)
+    result = CliRunner(env={"NAMEGATE_CONTROL": None}).invoke(main, ["explain", *arguments], obj=environment)
+    return result.exit_code, result.output
+
+
+def test_a_name_without_addresses_has_the_verdict_of_its_question() -> None:
+    """And it is said that its packets cannot be judged yet."""
+    world = Scene("a.test:443/tcp\n").world
+    for name, code in (("a.test", 0), ("b.test", 1)):
+        given, said = said_by(explained(world, name, "tcp/443"), name, "tcp/443")
+        assert (given, "no address of it is known here: tcp/443 can be judged when it was asked" in said) == (code, True)
+    world.resolve("a.test.", "203.0.113.7")
+    assert "no address of it" not in said_by(explained(world, "a.test", "tcp/443"), "a.test", "tcp/443")[1]
+
+
+def test_what_the_guard_took_out_is_said_of_the_name() -> None:
+    """With the remedy; of another name nothing."""
+    world = Scene("internal.test\nb.test\n").world
+    world.resolve("internal.test.", "10.9.9.9")
+    explain = explain_in(world)
+    fact = next(fact for fact in world.facts if fact.kind == "guard")
+    explain.hear_of_guard(fact.fields, fact.at)
+    answer: dict[str, Any] = at_once(explain.explained({"target": "internal.test"}))
+    assert answer["taken_out"]["addresses"] == {"10.9.9.9": "private"}
+    said = said_by(answer, "internal.test")[1]
+    assert "10.9.9.9 (private), by the address guard, 0s ago" in said
+    assert "dns.allow-addresses" in said
+    assert at_once(explain.explained({"target": "b.test"}))["taken_out"] is None
+
+
 def test_a_flow_is_judged_by_what_it_remembers() -> None:
     """Its identity and set, and what becomes of its next packet, beside the verdict of a new flow."""
     scene = Scene("a.test:443/tcp\n")

@@ -100,20 +100,23 @@ def test_a_name_asked_before_the_record_began_is_what_the_agent_knew(write: Writ
 
 
 def test_what_was_denied_says_so_and_can_be_left_out(write: Write) -> None:
-    """Audit's too."""
+    """Audit's too. A name that was asked and denied, and nothing more, is told and not suggested: nobody knows what for."""
     record = write(
         question("a.test.", "198.51.100.7"),
         flow("198.51.100.7"),
         denied("b.test."),
         question("c.test.", "198.51.100.8", verdict="audited"),
         drop("198.51.100.8", audited=True),
+        question("d.test.", rcode=3, verdict="audited"),
         drop("198.51.100.9"),
     )
     text = as_list(proposals(record), [])
-    comments = {line.split()[0]: line.partition("# ")[2] for line in text.splitlines()}
+    first, *rest = text.splitlines()
+    assert first == "# b.test: only asked, 1 x; ep1; was denied; what for was not seen"
+    comments = {line.split()[0]: line.partition("# ")[2] for line in rest}
     assert comments == {
         "a.test:443/tcp": "1 flow; asked 1 x; ep1",
-        "b.test/icmp": "only asked, 1 x; ep1; was denied",
+        "d.test/icmp": "only asked, 1 x; ep1; audited: would have been denied",
         "c.test:443/tcp": "1 flow; asked 1 x; ep1; audited: would have been denied",
         "198.51.100.9:443/tcp": "no name was seen for it; 1 flow; ep1; was denied",
     }
@@ -284,7 +287,7 @@ def test_a_torn_last_line_is_dropped(write: Write) -> None:
 
 def test_loss_and_gaps_are_said_above_the_policy(write: Write) -> None:
     """What is suggested may not be enough."""
-    record = write(denied(), {"kind": "lost", "count": 1234}, {"kind": "gap", "time": at(9), "seconds": 3.0})
+    record = write(question("a.test."), {"kind": "lost", "count": 1234}, {"kind": "gap", "time": at(9), "seconds": 3.0})
     result = call("suggest", str(record))
     assert "# Events that the record lacks: 1,234; gaps in it: 1. More may be needed than this." in result.stdout
 
@@ -424,8 +427,9 @@ def test_suggest_needs_no_root_and_speaks_both_forms(write: Write, tmp_path: Pat
         checked = call("check", "--against", str(record), str(policy.with_suffix(".yaml")), root=False)
         assert checked.exit_code == 0, checked.output
         assert "0 now denied" in checked.stdout
+        assert "# app=e2: b.test: only asked, 1 x; ep2; was denied; what for was not seen\n" in result.stdout
     one = call("suggest", "--endpoint", "app=e2", str(record))
-    assert [line for line in one.stdout.splitlines() if line[0] != "#"] == ["b.test/icmp  # only asked, 1 x; ep2; was denied"]
+    assert (one.exit_code, one.stdout, "app=e2: b.test: only asked, 1 x" in one.stderr) == (1, "", True)
 
 
 def test_suggest_says_when_there_is_nothing(write: Write) -> None:
