@@ -35,6 +35,11 @@ IDLE_S: Final = 2.0
 POLICED_S_MAX: Final = 30.0
 
 
+_UPLINK: Final = (
+    "{} is an uplink of this host: a default route leaves by it, and policed like a workload's interface it would cut the "
+    "host's own DNS; police it by an entry of `endpoints` in the configuration with `orientation: uplink`"
+)
+
 log = logging.getLogger("namegate")
 
 
@@ -188,12 +193,7 @@ class Attaching:
         if link is None:
             raise ControlError(absent(settings.interface), 1)
         if settings.orientation is Orientation.BEHIND and link.ifindex in await asyncio.to_thread(forwarding.uplinks):
-            raise ControlError(
-                f"{settings.interface} is an uplink of this host: a default route leaves by it, and policed like a workload's "
-                "interface it would cut the host's own DNS; police it by an entry of `endpoints` in the configuration with "
-                "`orientation: uplink`",
-                1,
-            )
+            raise ControlError(_UPLINK.format(settings.interface), 1)
         hooked = settings.labels if arguments.get("hook") is True else None
         owner = LEASE if arguments.get("lease") is True else COMMAND
         return Attachment(link.ifindex, settings, owner, texts, policies, hooked, allowed)
@@ -312,9 +312,12 @@ class Attaching:
         settings = self._settings({**{key: arguments.get(key) for key in ENDPOINT_KEYS}, "interface": "container"})
         engine = str(arguments.get("engine") or "")
         coming: set[int] = set()
+        uplinks = await asyncio.to_thread(forwarding.uplinks)
 
         def objection(found: Mapping[int, EndpointSettings]) -> str | None:
             coming.update(found)
+            for ifindex in found.keys() & uplinks:
+                return _UPLINK.format(found[ifindex].interface)
             objections = (self._objection(ifindex, self._after_hook(ifindex, each), None) for ifindex, each in found.items())
             return next(filter(None, objections), None)
 

@@ -27,7 +27,7 @@ def top(session: Session) -> None:
     try:
         from agent.monitor.screen import Top
     except ModuleNotFoundError as error:
-        raise Sentence(f"top needs the library {error.name}: pip install 'namegate[top]'") from None
+        raise Sentence(f"top needs the library {error.name}: scripts/setup installs it") from None
     endpoints = KnownEndpoints(lambda: asked_endpoints(session))
     with session.listen(("question", "verdict", "drop")) as feed:
         screen = Top(feed, endpoints)

@@ -499,7 +499,7 @@ class _Api:
             import aiodocker
             import aiohttp
         except ImportError:
-            raise _Silent("the library aiodocker is missing: pip install 'namegate[containers]'") from None
+            raise _Silent("the library aiodocker is missing: scripts/setup installs it") from None
         if not path.is_socket():
             raise _Silent("there is no such socket")
         self._docker = aiodocker.Docker(f"unix://{path}", timeout=aiohttp.ClientTimeout(total=_ANSWER_S_MAX))

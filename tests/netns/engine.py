@@ -54,8 +54,9 @@ class Engine:
         self._service: subprocess.Popen[str] | None = None
         self._command = (
             *("podman", "--root", directory / "storage", "--runroot", directory / "run", "--tmpdir", directory / "tmp"),
-            *("--network-config-dir", directory / "networks", "--hooks-dir", self.hooks, "--storage-driver", "vfs"),
+            *("--network-config-dir", directory / "networks", "--storage-driver", "vfs"),
         )
+        self._hooked = (*self._command, "--hooks-dir", self.hooks)
 
     def __enter__(self) -> Self:
         self.hooks.mkdir(parents=True)
@@ -82,8 +83,25 @@ class Engine:
         return done.stdout.strip()
 
     def attempt(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = ("env", f"CONTAINERS_CONF={self._configuration}", *self._command, *arguments)
+        command = ("env", f"CONTAINERS_CONF={self._configuration}", *self._hooked, *arguments)
         return self.lab.run(self.lab.host, *command, check=False, timeout_s=60)
+
+    def on_host(self, host: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        """A command that sees below `host` what podman's package installs, and what an administrator may change of it: `usr` is
+        its /usr/share/containers, `etc` its /etc/containers. Our own configuration is a drop-in there, and names no hooks.
+        """
+        if not host.exists():
+            shutil.copytree("/usr/share/containers", host / "usr")
+            shutil.copytree("/etc/containers", host / "etc")
+            (host / "etc" / "containers.conf.d").mkdir(exist_ok=True)
+            (host / "etc" / "containers.conf.d" / "lab.conf").write_text(_CONFIGURATION)
+        script = 'mount --bind "$0/usr" /usr/share/containers && mount --bind "$0/etc" /etc/containers && exec "$@"'
+        alone = ("unshare", "--mount", "sh", "-c", script, host)
+        return self.lab.run(self.lab.host, *alone, *command, check=False, timeout_s=60)
+
+    def run_on_host(self, host: Path, *options: str) -> int:
+        """The exit code of a container that does nothing."""
+        return self.on_host(host, *self._command, "run", "--rm", *options, "--rootfs", self.root, "true").returncode
 
     def run(self, name: str, *options: str, network: str = "podman", command: tuple[str, ...] = ("sleep", "300")) -> None:
         """A container that runs when this returns."""
@@ -128,7 +146,7 @@ class Engine:
         with self._log.open("a") as log:
             self._service = self.lab.start(
                 self.lab.host,
-                *self._command,
+                *self._hooked,
                 *("system", "service", "--time", "0", f"unix://{self.socket}"),
                 stdout=log,
                 environment={"CONTAINERS_CONF": str(self._configuration)},

@@ -195,6 +195,60 @@ def test_without_an_agent_it_does_not_start(lab: Lab, agent: RunningAgent, engin
     assert (again.returncode, again.stderr.startswith("there is no hook")) == (1, True)
 
 
+def test_the_hook_is_where_podman_reads(lab: Lab, engine: Engine, tmp_path: Path) -> None:
+    """podman is not told where hooks are. As its package has it, and where containers.conf names other directories, the hook is
+    read: without an agent nothing starts. `doctor` finds one that is not; one that was elsewhere is moved; `detach` takes it
+    from where it is.
+    """
+    host, concerned = tmp_path / "host", ("--annotation", "namegate.policed=yes")
+    agent = (sys.executable, "-m", "agent")
+    install = (*agent, "attach", "--hook", "--control", lab.directory / "absent.sock")
+    assert engine.run_on_host(host, *concerned) == 0
+    done = engine.on_host(host, *install)
+    assert "/usr/share/containers/oci/hooks.d/namegate.json, which podman reads: " in done.stdout, done.stderr
+    assert (engine.run_on_host(host, *concerned), engine.run_on_host(host)) == (126, 0)
+    directories = '[engine]\nhooks_dir = ["/usr/share/elsewhere", "/etc/containers/elsewhere"]\n'
+    (host / "etc" / "containers.conf.d" / "hooks.conf").write_text(directories)
+    assert engine.run_on_host(host, *concerned) == 0
+
+    def doctor() -> list[tuple[str, str]]:
+        rows = json.loads(engine.on_host(host, *agent, "doctor", "-o", "json").stdout)
+        return [(row["state"], row["found"]) for row in rows if row["name"] == "oci hook"]
+
+    ((state, found),) = doctor()
+    assert (state, found.startswith("podman does not read /usr/share/containers/oci/hooks.d/namegate.json")) == ("bad", True)
+    assert engine.on_host(host, *install).returncode == 0
+    assert sorted(file.relative_to(host).as_posix() for file in host.rglob("namegate.*")) == ["etc/elsewhere/namegate.json"]
+    assert doctor() == [("good", "podman reads /etc/containers/elsewhere/namegate.json")]
+    assert engine.run_on_host(host, *concerned) == 126
+    done = engine.on_host(host, *install, "--hooks-dir", "/etc/containers/oci/hooks.d")
+    assert "warning: podman reads no hooks from /etc/containers/oci/hooks.d unless it is told to" in done.stderr
+    done = engine.on_host(host, *agent, "detach", "--hook")
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr
+    assert list(host.rglob("namegate.*")) == []
+    assert engine.run_on_host(host, *concerned) == 0
+
+
+def test_why_a_container_does_not_start_is_in_a_log(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:
+    """Some runtimes show only that a hook failed: the agent's log says it, or the system's where there is no agent."""
+    refused = engine.attempt("run", "--rm", "--network", "host", *hook, "--rootfs", engine.root, "true")
+    assert refused.returncode == 126
+    (said,) = re.findall(r"container (\w{64}) is not started: (.*)", agent.log.read_text())
+    assert "host network mode" in said[1]
+    heard = """
+import io, socket
+from agent import oci_hook
+log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+log.bind("/dev/log")
+log.settimeout(5)
+oci_hook.main(['{"control": "/nowhere"}'], io.StringIO('{"id": "c1", "pid": "x"}'))
+print(log.recv(4096).decode())
+"""
+    private = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev && exec "$@"', "sh")
+    done = agent.lab.run(agent.lab.host, *private, sys.executable, "-c", heard)
+    assert "container c1 is not started: the hook was called in a way it does not know" in done.stdout
+
+
 def test_the_engine_adds_labels_to_what_the_hook_attached(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:
     """Those of the hook hold: an image has labels, too. Detached by its name it is free, and `status` says so."""
     engine.run("hooked", *hook, "--label", "policed=yes", "--label", "app=admin")
@@ -315,6 +369,26 @@ def test_what_cannot_be_policed_is_said(agent: RunningAgent, engine: Engine) -> 
     engine.podman("start", "later")
     await_endpoint(agent, "later", engine.address("later"))
     assert namegate(agent, "detach", "--container", "later").returncode == 0
+
+
+def test_a_container_is_not_attached_as_something_else(agent: RunningAgent, engine: Engine) -> None:
+    """Not in passing: what is in force stays until it is detached, by the container's name or its interface's."""
+    engine.run("web")
+    for value, code in (("a", 0), ("b", 1), ("a", 0)):
+        done = attach(agent, engine, "web", "--label", f"by={value}")
+        assert (done.returncode, "is an endpoint already, with other labels" in done.stderr) == (code, code == 1), done.stderr
+        assert endpoints(agent)["web"]["labels"]["by"] == "a"
+    assert namegate(agent, "detach", endpoints(agent)["web"]["interface"]).returncode == 0
+    done = attach(agent, engine, "web", "--label", "by=b")
+    assert (done.returncode, "policed" in done.stdout) == (0, True), done.stderr
+    row = endpoints(agent)["web"]
+    assert (row["labels"]["by"], row["state"]) == ("b", "enforcing")
+    engine.podman("stop", "--time", "0", "web")
+    refused = attach(agent, engine, "web", "--label", "by=c")
+    assert (refused.returncode, "`namegate detach --container web` first" in refused.stderr) == (1, True), refused.stderr
+    assert namegate(agent, "detach", "--container", "web").returncode == 0
+    assert attach(agent, engine, "web", "--label", "by=c").returncode == 0
+    assert namegate(agent, "detach", "--container", "web").returncode == 0
 
 
 def test_who_can_make_himself_a_way_out_is_named(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:

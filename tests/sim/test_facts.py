@@ -136,7 +136,7 @@ def test_who_watches_an_endpoint_is_told_of_each_address_that_is_taken_out(is_au
 def test_a_drop_is_explained_by_what_its_endpoint_was_answered() -> None:
     """By its own rules as well: who learns for itself hears nothing of names that others asked."""
     world = World(Settings(upstreams=(UPSTREAM,), allow_addresses=EVERY_ADDRESS))
-    world.start(allow("a.test.", app="e3"), allow("*.", app="e4"), allow("*.", app="e5"))
+    world.start(allow("a.test.", app="e3"), allow("*.test.", app="e4"), allow("*.test.", app="e5"))
     for number in (3, 4, 5):
         world.add_endpoint(number, f"192.0.2.{10 + number}", isolated=number != 5)
     world.advance(0.0)
@@ -152,6 +152,6 @@ def test_a_drop_is_explained_by_what_its_endpoint_was_answered() -> None:
     assert why(B, 3) == "not resolved through the proxy"
     world.resolve("a.test.", A, endpoint=4)
     assert [why(A, number) for number in (3, 4)] == 2 * ["no rule for this port: a.test."]
-    world.apply(allow("c.test.", app="e3"), allow("*.", app="e4"))
+    world.apply(allow("c.test.", app="e3"), allow("*.test.", app="e4"))
     world.advance(0.0)
     assert why(A, 3) == "no rule for this name: a.test."

@@ -13,6 +13,7 @@ from agent import oci_hook
 from agent.cli.environment import DEFAULT_CONTROL
 from agent.control import ControlError
 from agent.core.types import packed
+from agent.host.hook_directories import said_by, to_write
 from agent.host.peers import Behind, NotPoliced, Peer
 from tests.unit.test_cli import FakeAgent, call
 
@@ -40,6 +41,22 @@ def test_what_is_said_is_what_is_asked() -> None:
     assert agent.asked == [("attach", {"interface": "veth0", "addresses": ["10.0.0.2"], **said})]
 
 
+def test_what_no_policy_closes_is_not_said_to_be_policed() -> None:
+    agent = FakeAgent(attach={**POLICED, "open": ["veth0"]})
+    result = call("attach", "veth0", agent=agent)
+    assert (result.exit_code, result.stdout) == (0, "veth0 is attached, and open\n")
+    assert result.stderr == "warning: no policy closes veth0: what it sends is not enforced\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--control", "/run/x.sock", "attach", "veth0"), ("attach", "veth0", "--control", "/run/x.sock")]
+)
+def test_the_control_socket_is_said_before_or_behind(arguments: tuple[str, ...]) -> None:
+    agent = FakeAgent(attach=POLICED)
+    assert call(*arguments, agent=agent).exit_code == 0
+    assert [path for path, _ in agent.reached] == [Path("/run/x.sock")]
+
+
 @pytest.mark.parametrize(
     ("engine", "path"),
     [(None, None), ("podman", "/run/podman/podman.sock"), ("docker", "/run/docker.sock"), ("/run/x.sock", "/run/x.sock")],
@@ -62,11 +79,13 @@ def test_all_interfaces_of_a_namespace_or_none() -> None:
     assert asked == [("veth0", ["10.0.0.2"]), ("veth1", ["2001:db8::2"])]
 
     class Second(FakeAgent):
+        first = POLICED
+
         def ask(self, command: str, /, **arguments: object) -> object:
             super().ask(command, **arguments)
             if arguments["interface"] == "veth1":
                 raise ControlError("veth1 is not enforced", 1)
-            return POLICED
+            return self.first
 
     agent = Second(attach=POLICED, detach={})
     result = call("attach", "--netns", "blue", agent=agent, behind=behind(TWO))
@@ -76,6 +95,10 @@ def test_all_interfaces_of_a_namespace_or_none() -> None:
         ("attach", "veth1"),
         ("detach", "veth0"),
     ]
+    agent = Second(attach=POLICED, detach={})
+    agent.first = {**POLICED, "was_endpoint": True}
+    assert call("attach", "--netns", "blue", agent=agent, behind=behind(TWO)).exit_code == 1
+    assert [command for command, _ in agent.asked] == ["attach", "attach"], "what was an endpoint before stays one"
     assert call("attach", "--pid", "1", "--address", "10.0.0.3", behind=behind(TWO)).exit_code == 2
 
 
@@ -130,6 +153,28 @@ def test_a_namespace_is_detached_by_its_interfaces(tmp_path: Path) -> None:
     control = ("--control", str(tmp_path / "control.sock"))
     result = call(*control, "detach", "--netns", "blue", behind=behind(TWO), release=release)
     assert (result.exit_code, released) == (0, ["veth0", "veth1"]), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("shown", "read"),
+    [
+        ("(default [/usr/share/containers/oci/hooks.d])", ["/usr/share/containers/oci/hooks.d"]),
+        ("(default [/a,/etc/b])", ["/a", "/etc/b"]),
+        ("", ["/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"]),
+    ],
+)
+def test_podmans_help_says_where_it_reads_hooks(shown: str, read: list[str]) -> None:
+    """Lines of podman 4.3.1, without `hooks_dir` in a containers.conf, with one, and with an empty one."""
+    option = f"      --hooks-dir strings           Set the OCI hooks directory path (may be set multiple times) {shown}"
+    text = f'      --help   Help for podman\n{option}\n      --log-level string   Log messages (default "warn")\n'
+    assert said_by(text) == tuple(map(Path, read))
+    assert said_by("Error: unknown") is None
+
+
+def test_the_hook_is_written_outside_usr_where_podman_reads_there() -> None:
+    default, ours, other = Path("/usr/share/containers/oci/hooks.d"), Path("/etc/a"), Path("/opt/b")
+    assert to_write((default,)) == default
+    assert to_write((default, ours, other)) == ours
 
 
 def test_the_hook_is_a_file_that_podman_reads(tmp_path: Path) -> None:
