@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from agent.attachments import COMMAND, LEASE, Attachment, Attachments, Followed, PolicyText, own_policies
 from agent.config import ENDPOINT_KEYS, ConfigError, ContainerSettings, EndpointSettings, endpoint_of, said_of
 from agent.control import ControlError
+from agent.core.rules import Policy
 from agent.core.types import Orientation
 from agent.documents.remarks import PolicyError
 from agent.drops import Drops
@@ -126,7 +127,7 @@ class Attaching:
         if ifindex in self._coming:
             raise ControlError(f"{interface} is being attached at this moment", 1)
         is_by_command = attachment.owner != LEASE and attachment.hooked is None
-        if is_by_command and (objection := self._objection(ifindex, attachment.settings, attachment.texts)) is not None:
+        if is_by_command and (objection := self._objection(ifindex, attachment.settings, attachment.policies)) is not None:
             raise ControlError(objection, 1)
         was_endpoint = self._world.host_endpoints.in_force(interface, ifindex) is not None
         before = self._attachments.by_ifindex.get(ifindex)
@@ -198,7 +199,7 @@ class Attaching:
         owner = LEASE if arguments.get("lease") is True else COMMAND
         return Attachment(link.ifindex, settings, owner, texts, policies, hooked, allowed)
 
-    def _objection(self, ifindex: int, settings: EndpointSettings, texts: tuple[PolicyText, ...] | None) -> str | None:
+    def _objection(self, ifindex: int, settings: EndpointSettings, policies: tuple[Policy, ...] | None) -> str | None:
         """Why a command may not say this of the interface: something else is in force of it."""
         interface = settings.interface
         present = self._world.host_endpoints.in_force(interface, ifindex)
@@ -207,7 +208,7 @@ class Attaching:
         now, then = said_of(present), said_of(settings)
         attachment = self._attachments.by_ifindex.get(ifindex)
         different = [key for key in ENDPOINT_KEYS[1:] if now[key] != then[key]]
-        if texts != (attachment.texts if attachment is not None else None):
+        if policies != (attachment.policies if attachment is not None else None):
             different.append("policies")
         if not different:
             return None

@@ -66,19 +66,19 @@ class Crowd:
     def longest_unused(self, count: int, but: Collection[Address], now: float) -> list[Address]:
         """As far as is known; fewer than asked for where all others have live flows."""
         found: list[Address] = []
-        passed: list[_Order] = []
+        passed: dict[Address, _Order] = {}
         live: list[Address] = []
         while now > self._full_until and self._order and len(found) < count:
             entry = heapq.heappop(self._order)
             address = entry[2]
-            if self._entries.get(address) != entry:
-                continue
-            passed.append(entry)
+            if self._entries.get(address) != entry or address in passed:
+                continue  # answered twice at one moment, it stands there twice
+            passed[address] = entry
             if self._live_until.get(address, now - 1) >= now:
                 live.append(address)
             elif address not in but:
                 found.append(address)
-        for entry in passed:
+        for entry in passed.values():
             heapq.heappush(self._order, entry)
         if passed and len(live) == len(passed):
             # Who asks again and again does not look through all of them each time.

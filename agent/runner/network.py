@@ -242,7 +242,7 @@ def require_passage(through: Firewall, link: Link, uplinks: Sequence[str], devic
     asked = [(chain, remedy) for chain, _, remedy in through.obstacles(device)]
     if not sent and not asked:
         return
-    what = " and ".join(filter(None, [sent and "what a run sends", asked and "the names it asks for"]))
+    what = " and ".join(what for what, found in (("what a run sends", sent), ("the names it asks for", asked)) if found)
     chains = ", ".join(dict.fromkeys(chain for chain, _ in (*sent, *asked)))
     remedies = "".join(f"\n  {remedy}" for remedy in dict.fromkeys(remedy for _, remedy in (*sent, *asked)))
     raise CannotRun(f"the host's firewall drops {what} ({chains}). To let it pass:{remedies}")

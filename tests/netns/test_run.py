@@ -11,7 +11,6 @@ import os
 import random
 import re
 import secrets
-import shlex
 import signal
 import socket
 import subprocess
@@ -263,8 +262,8 @@ def test_who_would_talk_for_the_command_is_out_of_reach(host: Host) -> None:
 
 
 def test_a_firewall_that_lets_nothing_through(host: Host) -> None:
-    """Neither what a run sends nor its questions: refused, with the commands of its owner, each on a line of its own; after them
-    it works, for runs of every number."""
+    """Neither what a run sends nor what it asks: refused, with the commands of its owner, a line each; after them it works, for
+    runs of every number."""
     chains = [
         "chain ip shut forward { type filter hook forward priority 0; policy drop; }",
         "chain ip shut input { type filter hook input priority 0; policy drop; }",

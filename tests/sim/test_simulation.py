@@ -59,3 +59,13 @@ def test_who_brings_policies_that_do_not_fit_changes_nothing() -> None:
     history.endpoint_comes(number=3, own=(allow(*(f"10.0.{number}.0/24" for number in range(12))),))
     history.teardown()
     assert history.world.attached.keys() == {1, 2}
+
+
+def test_who_is_answered_twice_at_one_moment_goes_once() -> None:
+    """Two addresses have to go for two that come: never one of them twice, and the other stays beyond the bound (I9)."""
+    history = histories()()
+    old, new = (packed("10.0.1.1"), packed("10.0.2.1")), (packed("198.51.100.7"), packed("192.0.2.12"))
+    history.start(policies=[allow("*.example.")], identities_max=16_384, addresses_max=2, in_slices=False)
+    for addresses in (old, new, old):
+        history.resolve(bursts=[(1, "b.example.", *addresses)])
+    history.teardown()

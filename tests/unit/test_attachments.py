@@ -93,9 +93,7 @@ def test_what_no_file_could_say_is_refused(said: dict[str, object]) -> None:
 TEXTS = (PolicyText("--allow", "a.test\n"), PolicyText("b.yaml", "b.test:443/tcp # \u00fc\n"))
 ATTACHED = Attachment(7, EndpointSettings("veth7", {"app": "x"}, audit=True, line=1), COMMAND)
 NETWORKS = ("10.9.0.0/16", "2001:db8::7")
-LEASED = Attachment(
-    8, EndpointSettings("veth8", line=1), LEASE, TEXTS, own_policies(TEXTS, NETWORKS), allow_addresses=NETWORKS
-)
+LEASED = Attachment(8, EndpointSettings("veth8", line=1), LEASE, TEXTS, own_policies(TEXTS, NETWORKS), allow_addresses=NETWORKS)
 
 
 @pytest.fixture

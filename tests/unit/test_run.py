@@ -228,7 +228,12 @@ def test_an_order_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from agent.runner import run as runner
 
     orders: list[runner.Order] = []
-    monkeypatch.setattr(runner, "run", lambda order: orders.append(order) or 0)
+
+    def run(order: runner.Order) -> int:
+        orders.append(order)
+        return 0
+
+    monkeypatch.setattr(runner, "run", run)
     empty, control = tmp_path / "empty.list", ["--control", "/x.sock"]
     empty.write_text("# nothing yet\n\n")
     more = ["--allow", "a.test", "--allow-file", str(empty), "--allow-addresses", "10.0.0.0/8", "--", "true"]
