@@ -9,6 +9,7 @@ Rule 3: an agent for runs ends when nobody has held a lease for IDLE_S.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,6 +88,8 @@ class Attaching:
         self._clock = clock
         self._idle = idle
         self._idle_at: asyncio.TimerHandle | None = None
+        self._forwarded: dict[int, str] = {}  # index to name of what needs forwarding
+        self._following: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_watching_containers = bool(containers or attachments.followed)
         self._containers = ContainerWatch(containers, self._report)
@@ -116,6 +119,11 @@ class Attaching:
         """An attachment ends with its interface."""
         self._attachments.remove(gone)
 
+    def follow_routes(self) -> None:
+        """The network changed: routes may leave by other interfaces now."""
+        if self._forwarded and (self._following is None or self._following.done()):
+            self._following = self._loop.create_task(self._follow_routes())
+
     async def attach(self, arguments: Mapping[str, Any]) -> Row | Lease:
         if arguments.get("container"):
             return await self._follow(str(arguments["container"]), arguments)
@@ -137,6 +145,8 @@ class Attaching:
         try:
             number = await self._police(attachment)
             has_ipv6 = needs_forwarding and await self._forward(interface)
+            if needs_forwarding:
+                self._forwarded[ifindex] = interface
         except BaseException:
             self._coming.discard(ifindex)
             if self._attachments.by_ifindex.get(ifindex) is attachment:
@@ -251,10 +261,12 @@ class Attaching:
 
     # --- leases ----------------------------------------------------------------------------------------------------------
 
-    async def _forward(self, interface: str) -> bool:
-        """Has it IPv6 to the outside?"""
+    async def _forward(self, interface: str, *, also_again: bool = True) -> bool:
+        """Has it IPv6 to the outside? also_again: switches that we turned before and somebody turned back."""
         try:
             switches, has_ipv6 = await asyncio.to_thread(forwarding.needed, interface)
+            if not also_again:
+                switches = {path: value for path, value in switches.items() if path not in self._attachments.sysctls}
             if switches:
                 self._attachments.sysctls = {**switches, **self._attachments.sysctls}
                 self._attachments.save()
@@ -263,10 +275,17 @@ class Attaching:
             raise ControlError(f"forwarding cannot be turned on for {interface}: {error.strerror}", 1) from None
         return has_ipv6
 
+    async def _follow_routes(self) -> None:
+        with contextlib.suppress(ControlError):  # it went, or goes
+            await self._forward(next(iter(self._forwarded.values())), also_again=False)
+        if not self._forwarded:
+            self._clear()
+
     async def _end(self, lease: Lease) -> None:
         self._world.drops.read()
         if self.leases.get(lease.endpoint) is lease:
             del self.leases[lease.endpoint]
+            self._forwarded.pop(lease.ifindex, None)
             self._world.watch(lease.endpoint, is_watched=False)
             if lease.ifindex in self._leased() - self._held():
                 self._let_go({lease.ifindex})

@@ -502,6 +502,7 @@ class Shell:
                 else:
                     vanished, self._vanished = self._vanished, set()
                     self._compare(interfaces, attached, vanished)
+                    self._attaching.follow_routes()
                     for looker in lookers:
                         looker.set_result(None)
                     pause_s = min(LOOK_PAUSE_LOOKS * (self._loop.time() - began), LOOK_AGAIN_AFTER_S)

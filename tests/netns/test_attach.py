@@ -574,6 +574,19 @@ def test_forwarding_lasts_as_long_as_the_last_lease(lab: Lab, agent: RunningAgen
     expect(lambda: switches.changed() == set())
 
 
+def test_forwarding_follows_the_routes(lab: Lab, agent: RunningAgent, switches: Switches) -> None:
+    """A host that changes its uplink forwards for a run by the new one; all is put back in the end."""
+    turned = {*TURNED, *TURNED6} & switches.now().keys()
+    with lease(agent, lab.client, forwarding=True) as held:
+        lab.settle(lab.host, {"ipv4/conf/up0/forwarding": 0})
+        for line in ("link set idle0 up", "link set idle1 up", "addr add 192.0.2.201/30 dev idle0"):
+            lab.run(lab.host, "ip", *line.split())
+        lab.run(lab.host, "ip", "route", "add", "203.0.113.128/25", "via", "192.0.2.202", "dev", "idle0")
+        expect(lambda: switches.changed() == {*turned, "ipv4/conf/idle0/forwarding"} - {"ipv4/conf/up0/forwarding"})
+        held.end()
+    expect(lambda: switches.changed() == set())
+
+
 @pytest.mark.parametrize(
     ("by_somebody", "left"),
     [
