@@ -214,7 +214,7 @@ class Simulation:
         return self.engine.groups.is_inheriting
 
     def rest(self) -> None:
-        """Every fault ends, and everything is done that can be. Who brought policies that do not fit goes, as its shell sees to."""
+        """Every fault ends, all is done that can be, and who brought policies that do not fit is sent away, as by the shell."""
         self.world.kernel.rows_max.clear()
         self._come_to_rest()
         groups = self.engine.groups

@@ -53,7 +53,7 @@ def test_a_restart_with_a_policy_that_does_not_fit_shuts_nothing() -> None:
 
 
 def test_who_brings_policies_that_do_not_fit_changes_nothing() -> None:
-    """An endpoint with policies of its own for which there is no room waits unjudged, and when it goes nothing is left of them."""
+    """An endpoint waits unjudged while there is no room for its own policies; when it goes, nothing is left of them."""
     history = histories()()
     history.start(policies=[], identities_max=12, addresses_max=1_000, in_slices=False)
     history.endpoint_comes(number=3, own=(allow(*(f"10.0.{number}.0/24" for number in range(12))),))
