@@ -74,7 +74,7 @@ def test_case_155_a_permission_that_is_taken_away_ends_the_flow(lab: Lab, tmp_pa
                 assert other.say() == "echoed"
             assert seen(far, source=lab.client.addresses[0]) == []
             assert {packet.flags & RST for packet in seen(near, source="198.51.100.155")} == {RST}
-        assert set(reasons(agent, "198.51.100.155")) == {("policy", "no rule for this port: n155.test.")}
+        assert set(reasons(agent, "198.51.100.155")) == {("policy", "no rule for this name: n155.test.")}
 
 
 def test_case_156_the_end_of_a_lifetime_cuts_no_running_flow(lab: Lab, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_case_129_a_reload_keeps_what_was_learned(lab: Lab, tmp_path: Path) -> N
                 agent.apply("n132.test:443/tcp\n")
                 assert talk.say() == "connection reset by peer"
                 assert connect(lab, "198.51.100.129") == "connection refused"
-        assert set(reasons(agent, "198.51.100.129")) == {("policy", "no rule for this port: n129.test.")}
+        assert set(reasons(agent, "198.51.100.129")) == {("policy", "no rule for this name: n129.test.")}
 
 
 @pytest.mark.parametrize("is_held", [True, False], ids=["holder-lives", "holder-killed"])
