@@ -1,6 +1,9 @@
 """Packets as the kernel tells of them, denied ones and on request those that open a flow: read from its ring a few at a time,
 and explained; the last drops are kept.
 
+What hosts say to groups of their link all the time (`is_chatter`) is nobody's try to reach anything: it is told and counted
+apart, so that it does not hide what was denied.
+
 A workload that floods what it is denied costs a question's answer a millisecond of waiting, and the agent a hundredth of its
 time; where somebody listens, a twentieth. What does not fit in the ring meanwhile is counted as lost by the program.
 """
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from agent.control.listings import Listings, Row
-from agent.core.types import PROTOCOL_NAMES, Direction, text_of
+from agent.core.types import PROTOCOL_NAMES, Direction, packed, text_of
 from agent.datapath.abi import Loss, Reason
 from agent.datapath.datapath import Datapath
 from agent.datapath.events import PacketEvent
@@ -28,10 +31,16 @@ PAUSE_S: Final = 0.1
 # Who asks for them gets what has come by then; 10 ms of it, under a flood.
 TO_SHOW_MAX: Final = 512
 
+# Multicast DNS, LLMNR, group reports: groups whose packets no router passes on (RFC 5771 4, RFC 4291 2.7). Not DHCP, of neither
+# family: who is denied it has no address, and somebody will want to know why.
+_LINK_BLOCK: Final = packed("224.0.0.0")[:3]
+_LINK_SCOPES: Final = frozenset({1, 2})
+_ALL_DHCP_SERVERS: Final = packed("ff02::1:2")
+
 
 class Drops:
     """taken: called with each, as the kernel told it and as it is shown. lost: with the number of those that nobody was told
-    of, while somebody listens.
+    of, while somebody listens. chatter: how many packets of it were told of.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class Drops:
         self._taken = taken
         self._kept: collections.deque[Row] = collections.deque(maxlen=KEPT_MAX)
         self._lost = lost
+        self.chatter = 0
         self._lost_before: int | None = None  # None where nobody listens
         self._again: asyncio.TimerHandle | None = None
 
@@ -82,7 +92,9 @@ class Drops:
         events = self._datapath.read_events(most)
         for event in events:
             row = _row(event, listings)
-            if event.reason.is_drop:
+            if is_chatter(event):
+                self.chatter += 1
+            elif event.reason.is_drop:
                 self._kept.append(row)
             self._taken(event, row)
         if self._lost_before is not None and self._lost_before < (lost := self._lost_now()):
@@ -94,9 +106,22 @@ class Drops:
         return self._datapath.losses()[Loss.EVENT]
 
 
+def is_chatter(event: PacketEvent) -> bool:
+    """To a group of the link, and dropped because no rule allows it; what a rule denies, or a false sender, is no chatter.
+    Under audit it is what a policy would need to let pass.
+    """
+    if event.reason is not Reason.DROP_POLICY or event.audited:
+        return False
+    to = event.destination
+    if len(to) == 16:
+        return to[0] == 0xFF and to[1] & 0x0F in _LINK_SCOPES and to != _ALL_DHCP_SERVERS
+    return to.startswith(_LINK_BLOCK)
+
+
 def _row(event: PacketEvent, listings: Listings) -> Row:
     is_egress = event.direction is Direction.EGRESS
     remote = event.destination if is_egress else event.source
+    seen = listings.seen_on(remote, event.endpoint)
     return {
         "time": dt.datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "endpoint": event.endpoint,
@@ -111,7 +136,8 @@ def _row(event: PacketEvent, listings: Listings) -> Row:
         "port": event.policy_port,
         "identity": event.identity,
         "rule": listings.rule_text(event.cookie) if event.cookie else "no rule",
-        "names": listings.names_on(remote, event.endpoint),
+        "names": [one.name for one in seen],
+        "chains": [list(one.chain) for one in seen if len(one.chain) > 1],
         "why": listings.why_dropped(event.reason.text, remote, event.endpoint, is_egress=is_egress),
     }
 

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 LINES_MAX: Final = 1_000
+# Kinds that the kernel's ring tells of.
+PACKETS: Final = ("verdict", "drop", "chatter")
 
 Row = dict[str, Any]
 
@@ -88,7 +90,7 @@ class Facts:
     def lose(self, count: int) -> None:
         """So many packets were told by nobody."""
         for listener in self._listeners:
-            if listener.hears("drop") or listener.hears("verdict"):
+            if any(map(listener.hears, PACKETS)):
                 listener.stream.lose(count)
 
     def tell(self, kind: str, fields: Mapping[str, Any]) -> None:

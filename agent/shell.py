@@ -69,8 +69,8 @@ from agent.dns.sockets import Listeners
 from agent.dns.upstreams import Upstreams
 from agent.dns.wire import Rcode
 from agent.documents.remarks import Mistake, PolicyError
-from agent.drops import Drops
-from agent.facts import Facts, Listener
+from agent.drops import Drops, is_chatter
+from agent.facts import PACKETS, Facts, Listener
 from agent.history_file import HistoryFile
 from agent.holder.client import HolderLink
 from agent.hooks import Hooks
@@ -459,7 +459,7 @@ class Shell:
     def _listeners_changed(self) -> None:
         self._engine.proxy.is_watched = self._engine.proxy.is_logged or self.facts.are_wanted("question")
         openings = self.facts.are_wanted("verdict")
-        self.drops.hear(is_heard=openings or self.facts.are_wanted("drop"), openings=openings)
+        self.drops.hear(is_heard=any(map(self.facts.are_wanted, PACKETS)), openings=openings)
 
     # --- interfaces that come and go -------------------------------------------------------------------------------------
 
@@ -550,6 +550,9 @@ class Shell:
         if not event.reason.is_drop:
             self.facts.tell("verdict", drop)
             return
+        if is_chatter(event):
+            self.facts.tell("chatter", drop)
+            return
         self.facts.tell("drop", drop)
         if event.endpoint in self._attaching.leases:
             self._attaching.leases[event.endpoint].take_drop(drop)
@@ -599,6 +602,7 @@ class Shell:
             problems.append(self._holder.problem)
         is_starting = self._holder is not None and self._holder.is_starting
         counters = {**self._listeners.counters.as_dict(), **self._upstreams.counters.as_dict(), **self._verify.counters}
+        counters["link_chatter"] = self.drops.chatter
         warnings = [warning for warnings in self._attaching.warnings.values() for warning in warnings]
         return Said(self._wrong, problems, warnings, is_starting, counters)
 

@@ -151,9 +151,12 @@ _NOUNS: dict[str, tuple[str, tuple[Column, ...], tuple[str, ...]]] = {
             Column("PEER", _peer),
             Column("WHY", "why", is_flexible=True),
         ),
-        ("namegate drops", "namegate drops -o json"),
+        ("namegate drops", "namegate drops --last 20", "namegate drops -o json"),
     ),
 }
+
+
+_last_option = click.option("--last", type=click.IntRange(min=1), metavar="N", help="The last N; else all that are kept.")
 
 
 def nouns() -> list[click.Command]:
@@ -163,13 +166,15 @@ def nouns() -> list[click.Command]:
 def _noun(name: str, sentence: str, columns: tuple[Column, ...], examples: tuple[str, ...]) -> click.Command:
     @output_option
     @click.pass_obj
-    def show(session: Session, output: str) -> None:
+    def show(session: Session, output: str, last: int | None = None) -> None:
         session.require_root(name, "it asks the agent through a socket for root")
         rows = session.ask(name)
         if not isinstance(rows, list):
             raise Sentence(f"the agent's answer to `{name}` is not understood: is it of another release?")
-        click.echo(_as_text(rows, columns, output), nl=False)
+        click.echo(_as_text(rows[-last:] if last is not None else rows, columns, output), nl=False)
 
+    if name == "drops":
+        show = _last_option(show)
     return click.command(name, help=sentence, epilog=with_examples(*examples))(show)
 
 

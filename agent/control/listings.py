@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from agent.core.barrier import row_text
 from agent.core.engine import Engine
 from agent.core.groups import Endpoint
+from agent.core.history import Seen
 from agent.core.rules import Cidr, Entity, Fqdn, Peer
 from agent.core.types import (
     IDENTITY_ANY,
@@ -209,14 +210,17 @@ class Listings:
         return endpoint if endpoint is not None and endpoint.added.isolated else None
 
     def names_on(self, address: Address, endpoint: int | None) -> list[str]:
+        return [one.name for one in self.seen_on(address, endpoint)]
+
+    def seen_on(self, address: Address, endpoint: int | None) -> list[Seen]:
         """Names seen on this address in the last day, the last one first; their lifetime may have ended.
 
         endpoint: for whom; one that learns for itself is told of names that it was answered with itself.
         """
         seen = self._engine.proxy.history.on(address, self._now)
         if endpoint is None or self._isolated(endpoint) is None:
-            return [one.name for one in seen]
-        return [one.name for one in seen if one.is_known_to(endpoint) or self._is_known(one.name, address, endpoint)]
+            return seen
+        return [one for one in seen if one.is_known_to(endpoint) or self._is_known(one.name, address, endpoint)]
 
 
 def counts(engine: Engine) -> Mapping[str, object]:

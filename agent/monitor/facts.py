@@ -1,8 +1,8 @@
 """What a fact says, for every view of it: its verdict, its remote, its names, and whose it is.
 
 A fact is a line of the control command `facts` (agent/facts.py): `question` (one DNS question that is over), `verdict` (a flow
-that was judged and allowed), `drop` (a packet that was denied, or under audit would have been), `policy`, `endpoint`, `guard`,
-and `lost` with the number of those that are not there.
+that was judged and allowed), `drop` (a packet that was denied, or under audit would have been), `chatter` (a denied one to a
+group of the link: agent/drops.py), `policy`, `endpoint`, `guard`, and `lost` with the number of those that are not there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from agent.outcome import question_verdict
 
 Row = Mapping[str, Any]
 
-KINDS: Final = ("question", "verdict", "drop", "policy", "endpoint", "guard")
+KINDS: Final = ("question", "verdict", "drop", "chatter", "policy", "endpoint", "guard")
 VERDICTS: Final = ("allowed", "denied", "audited", "failed")
 
 _ASK_AGAIN_AFTER_S: Final = 1.0
 
 
 def verdict_of(fact: Row) -> str | None:
-    """What became of it; None where nothing was judged."""
+    """What became of it; None where nothing was judged, and of chatter, which is not among the denials people look for."""
     kind = fact["kind"]
     if kind == "verdict":
         return "allowed"

@@ -19,7 +19,7 @@ _KINDS_BY_VERDICT: Final = {
     "failed": {"question"},
 }
 _HAVE_NAMES: Final = {"question", "verdict", "drop", "guard"}
-_HAVE_PORTS: Final = {"question", "verdict", "drop"}
+_HAVE_PORTS: Final = {"question", "verdict", "drop", "chatter"}
 
 
 @dataclass(frozen=True, slots=True)

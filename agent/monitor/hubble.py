@@ -64,7 +64,7 @@ class Exporter:
         kind = fact["kind"]
         if kind == "question":
             yield from map(self._flow, self._dns(fact) if "name" in fact else ())
-        elif kind in ("verdict", "drop"):
+        elif kind in ("verdict", "drop", "chatter"):
             yield self._flow(self._packet(fact))
         elif kind == "lost":
             lost = {"source": "OBSERVER_EVENTS_QUEUE", "num_events_lost": str(fact["count"])}
@@ -127,14 +127,15 @@ class Exporter:
         }
 
     def _packet(self, fact: Row) -> Event:
-        is_egress, verdict = fact["direction"] == "egress", verdict_of(fact)
+        # Hubble tells no chatter apart.
+        is_egress, verdict = fact["direction"] == "egress", verdict_of(fact) or "denied"
         own, far = self._endpoint_of(fact), self._remote(remote_of(fact), fact["identity"])
         names = [name.removesuffix(".") for name in fact["names"]]
         direction = "egress" if is_egress else "ingress"
         is_drop = verdict == "denied"
         flow = {
             "time": _time(_at(fact)),
-            "verdict": _VERDICTS[str(verdict)],
+            "verdict": _VERDICTS[verdict],
             **(_denied(*_DROP_REASONS.get(fact["reason"], (0, "DROP_REASON_UNKNOWN"))) if is_drop else {}),
             "IP": _ip(fact["source"], fact["destination"]),
             "l4": _l4(fact),

@@ -33,7 +33,7 @@ def what_of(fact: Row) -> str:
     kind = fact["kind"]
     if kind == "question":
         return _question(fact)
-    if kind in ("verdict", "drop"):
+    if kind in ("verdict", "drop", "chatter"):
         return _packet(fact)
     if kind == "policy":
         if fact.get("error"):

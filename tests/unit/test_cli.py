@@ -168,6 +168,20 @@ def test_a_drop_shows_the_far_side(row: dict[str, object], peer: str) -> None:
     assert "04:05:06" in stdout
 
 
+def test_the_last_drops() -> None:
+    """So many as were asked for, or all that there are; the last one is the last line still."""
+    agent = FakeAgent(drops=[{**ROWS["drops"], "port": port} for port in (1, 2, 3)])
+
+    def ports(*options: str) -> list[int]:
+        return [row["port"] for row in json.loads(call("drops", "-o", "json", *options, agent=agent).stdout)]
+
+    assert ports() == [1, 2, 3]
+    assert ports("--last", "2") == [2, 3]
+    assert ports("--last", "9") == [1, 2, 3]
+    assert call("drops", "--last", "0", agent=agent).exit_code == 2
+    assert call("names", "--last", "2", agent=agent).exit_code == 2
+
+
 def test_a_table_in_a_pipe_is_not_cut() -> None:
     """What reads it wants whole values; $COLUMNS says otherwise."""
     environment = Environment(connect=FakeAgent(names=[ROWS["names"]]).connect, is_root=lambda: True)

@@ -26,6 +26,7 @@ from tests.facts import Row, denied, drop, endpoint, flow, question
 
 ENDPOINTS = KnownEndpoints(lambda: [endpoint(1), endpoint(2, {"app": "e2", "namespace": "lab"})])
 LOST = {"kind": "lost", "count": 1234}
+CHATTER = drop("224.0.0.251", 5353, kind="chatter", protocol="udp")
 AUDITED = question("c.test.", verdict="audited", rule="no rule")
 
 
@@ -52,6 +53,7 @@ AUDITED = question("c.test.", verdict="audited", rule="no rule")
             "03:04:05.000 ep1    allowed tcp  from 198.51.100.7 to :22 p.txt:3",
         ),
         (flow(protocol="icmp", port=8), "03:04:05.000 ep1    allowed icmp 198.51.100.7 p.txt:3"),
+        (CHATTER, "03:04:05.000 ep1    chatter udp  224.0.0.251:5353"),
         ({"kind": "policy", "policies": 2, "endpoints": 3}, "             -      policy  2 policies in force for 3 endpoints"),
         (LOST, "             -      lost    1,234 events came faster than they could be told"),
     ],
@@ -129,7 +131,7 @@ def test_filters_take_what_they_say(chosen: Filter, taken: int) -> None:
 def test_the_agent_is_asked_for_no_more_than_can_be_shown() -> None:
     """To hear of allowed flows costs an event each: who wants denials does not ask for them."""
     assert Filter(verdicts=frozenset({"denied"})).kinds_wanted() == ["question", "drop"]
-    assert Filter(port=443).kinds_wanted() == ["verdict", "drop"]
+    assert Filter(port=443).kinds_wanted() == ["verdict", "drop", "chatter"]
     assert Filter(kinds=frozenset({"policy"}), port=443).kinds_wanted() == []
     assert Filter(endpoint="7").endpoint_number() == 7
     assert Filter(endpoint="ep7").endpoint_number() is None
@@ -192,6 +194,7 @@ def test_an_answered_question_is_a_request_and_a_response() -> None:
         ({"kind": "question", "time": denied()["time"], "endpoint": 1, "outcome": "ignored"}, []),
         (flow(), ["FORWARDED"]),
         (drop(), ["DROPPED"]),
+        (CHATTER, ["DROPPED"]),
         (drop(audited=True), ["AUDIT"]),
     ],
 )
