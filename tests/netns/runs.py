@@ -41,13 +41,10 @@ class Host:
         self.environment = {**inherited, "PYTHONPATH": str(_ROOT)}
 
     def inside(self, *arguments: str | Path) -> list[str]:
-        """The command in the network and mount namespace; it keeps its process id.
-
-        Whoever runs the tests may ignore signals (nohup, a shell's background); what is started here does not.
-        """
+        """The command in the network and mount namespace; it keeps its process id."""
         namespace = f"--net=/run/netns/{self.lab.host}"
         shell = ["unshare", "--mount", "sh", "-e", "-c", _WITH_RESOLV_CONF, "sh", str(self._resolv_conf)]
-        return ["env", "--default-signal", "nsenter", namespace, *shell, *map(str, arguments)]
+        return ["nsenter", namespace, *shell, *map(str, arguments)]
 
     def run(
         self,

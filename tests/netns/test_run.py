@@ -79,11 +79,10 @@ def host() -> Iterator[Host]:
             # The last run takes the agent with it, and all that was made or changed for both.
             lasting.kill()
             lasting.communicate()
-            until(lambda: not left(host), GONE_S_MAX)
-            assert host.look("cat", "/proc/sys/net/ipv4/conf/up0/forwarding", "/proc/sys/net/ipv4/ip_forward") == "0\n0\n"
             inode = Path(f"/run/netns/{lab.host}").stat().st_ino
-            assert not Path(f"/run/namegate-runs/{inode}").exists()
-            assert not Path(f"/sys/fs/bpf/namegate-runs-{inode}").exists()
+            made = [Path(f"/run/namegate-runs/{inode}"), Path(f"/sys/fs/bpf/namegate-runs-{inode}")]
+            until(lambda: not left(host) and not any(path.exists() for path in made), GONE_S_MAX)
+            assert host.look("cat", "/proc/sys/net/ipv4/conf/up0/forwarding", "/proc/sys/net/ipv4/ip_forward") == "0\n0\n"
             assert "lookup 2005" not in host.look("ip", "rule")
 
 
