@@ -335,7 +335,8 @@ def test_an_agent_that_starts_anew_polices_what_it_did(lab: Lab, agent: RunningA
     let_go = namegate(agent, "detach", "--netns", lab.client.namespace, "-c", agent.configuration)
     assert (let_go.returncode, let_go.stdout) == (0, "ep1 is no longer policed\n"), let_go.stderr
     agent.begin()
-    agent.await_status(lambda _: endpoints(agent).keys() == {"web", "job"}, within_s=20)
+    # Degraded, for it cannot ask the engine; until it has tried, questions are held or answered by the holder.
+    agent.await_status(lambda status: status["state"] == "degraded" and endpoints(agent).keys() == {"web", "job"}, within_s=20)
     for container in ("web", "job"):
         allows(engine, container, denied)
     engine.start_service()
