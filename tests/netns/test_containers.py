@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -564,6 +565,14 @@ def test_a_neighbour_on_a_bridge_hears_what_it_may_be_sent(
 _LISTEN = ("sh", "-c", "while true; do nc -l -p 5432 </dev/null; done")
 
 
+def connects(engine: Engine, container: str, sibling: str) -> None:
+    """Within a second: the sibling's shell needs a moment to listen again after each connection."""
+    deadline = time.monotonic() + 1
+    while (became := engine.connect(container, sibling, 5432)) != "connected":
+        assert time.monotonic() < deadline, became
+        time.sleep(0.05)
+
+
 def test_case_148_traffic_to_a_sibling(agent: RunningAgent, engine: Engine, hook: Sequence[str]) -> None:
     """Enforced it is dropped, with its address in the policy it passes, in audit mode it passes and is reported."""
     engine.run("database", command=_LISTEN)
@@ -571,12 +580,12 @@ def test_case_148_traffic_to_a_sibling(agent: RunningAgent, engine: Engine, hook
     engine.run("web", *hook)
     assert "refused" in engine.connect("web", sibling, 5432)
     agent.apply(f"{POLICY}{sibling}/32\n")
-    assert engine.connect("web", sibling, 5432) == "connected"
+    connects(engine, "web", sibling)
     agent.apply(POLICY)
     engine.podman("rm", "--force", "--time", "0", "web")
     install(agent, engine, "--audit")
     engine.run("web", *hook)
-    assert engine.connect("web", sibling, 5432) == "connected"
+    connects(engine, "web", sibling)
     assert [row["audited"] for row in agent.ask("drops") if row["destination"] == sibling][-1] is True
     uninstall(agent, engine)
 
