@@ -7,9 +7,9 @@ import json
 import os
 import re
 import signal
-import time
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
