@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.netns.lab import READY_S_MAX, Lab, LabError
+from tests.netns.lab import NETNS_DIRECTORY, READY_S_MAX, Lab, LabError
 
 BUSYBOX = Path("/usr/bin/busybox")
 COMMANDS = ("cat", "ip", "nc", "nslookup", "sh", "sleep", "timeout", "true")
@@ -59,6 +59,7 @@ class Engine:
         self._hooked = (*self._command, "--hooks-dir", self.hooks)
 
     def __enter__(self) -> Self:
+        self._namespaces_before = set(NETNS_DIRECTORY.glob("netns-*"))
         self.hooks.mkdir(parents=True)
         self.lab.directory.chmod(0o711)  # root of a user namespace is somebody else here
         self._configuration.write_text(_CONFIGURATION)
@@ -74,6 +75,10 @@ class Engine:
         self.podman("rm", "--all", "--force", "--time", "0", check=False)
         for network in self.podman("network", "ls", "--quiet", check=False).split():
             self.podman("network", "rm", "--force", network, check=False)
+        # A podman in a mount namespace of its own (on_host) unmounts its namespaces and cannot take their files away.
+        for left in set(NETNS_DIRECTORY.glob("netns-*")) - self._namespaces_before:
+            with contextlib.suppress(OSError):  # somebody else's, which is mounted
+                left.unlink()
 
     def podman(self, *arguments: str | Path, check: bool = True) -> str:
         """What it printed; LabError with its words when it fails."""
