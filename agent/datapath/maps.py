@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -208,6 +208,17 @@ class _Rows:
         return Batch(keys, values, len(rows), key)
 
 
+def nested_identities(find: Callable[[Table, Key], Value | None], scope: int, address: Address) -> dict[IpcacheKey, int]:
+    """Ipcache rows that hold the address, the widest first; of nested ones with one identity only the widest can be told."""
+    found: dict[IpcacheKey, int] = {}
+    for length in range(len(address) * 8 + 1):
+        key = IpcacheKey(scope, Prefix.masked(address, length))
+        identity = find(Table.IPCACHE, key)
+        if isinstance(identity, int) and identity != next(reversed(found.values()), None):
+            found[key] = identity
+    return found
+
+
 class KernelTables:
     """All maps of one load of the program. fds: name of the map → its file descriptor, which stays the caller's."""
 
@@ -276,17 +287,8 @@ class KernelTables:
         return None if value is None else next(abi.unpack_rows(name, packed, value))[1]
 
     def identity_rows(self, scope: int, address: Address) -> dict[IpcacheKey, int]:
-        """Every ipcache row that holds the address, the widest first.
-
-        A look-up finds no row that is longer than its key. Of nested rows with one identity only the widest can be told.
-        """
-        found: dict[IpcacheKey, int] = {}
-        for length in range(len(address) * 8 + 1):
-            key = IpcacheKey(scope, Prefix.masked(address, length))
-            identity = self.row(Table.IPCACHE, key)
-            if isinstance(identity, int) and identity != next(reversed(found.values()), None):
-                found[key] = identity
-        return found
+        """Every ipcache row that holds the address, the widest first: a look-up finds no row that is longer than its key."""
+        return nested_identities(self.row, scope, address)
 
     def policy_rows(self, key: PolicyKey) -> dict[PolicyKey, PolicyValue]:
         """Every policy row that holds what this key says, the closest first."""

@@ -24,11 +24,11 @@ from agent.core.types import (
     OwnAddressKey,
     PolicyKey,
     PolicyValue,
-    Prefix,
     Table,
     Value,
 )
 from agent.datapath.abi import shortened, significant_bits
+from agent.datapath.maps import nested_identities
 from agent.datapath.model import NS, Flow, FlowKey, Judgement, Model, Packet, parse
 from agent.why.asked import Asked
 
@@ -57,13 +57,7 @@ class KeptRows:
         self.row = find
 
     def identity_rows(self, scope: int, address: Address) -> dict[IpcacheKey, int]:
-        found: dict[IpcacheKey, int] = {}
-        for length in range(len(address) * 8 + 1):
-            key = IpcacheKey(scope, Prefix.masked(address, length))
-            identity = self.row(Table.IPCACHE, key)
-            if isinstance(identity, int) and identity != next(reversed(found.values()), None):
-                found[key] = identity
-        return found
+        return nested_identities(self.row, scope, address)
 
     def policy_rows(self, key: PolicyKey) -> dict[PolicyKey, PolicyValue]:
         keys = (shortened(key, bits) for bits in (*range(significant_bits(key), 7, -1), 0))

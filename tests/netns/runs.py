@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -66,6 +66,18 @@ class Host:
             env={**self.environment, **(environment or {})},
             cwd=directory,
         )
+
+    @contextlib.contextmanager
+    def lasting(self) -> Iterator[None]:
+        """A run that lasts, so that all others share its agent."""
+        run = self.start("--", "sh", "-c", "echo started; exec sleep 600")
+        try:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "started\n"
+            yield
+        finally:
+            run.kill()
+            run.communicate()
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """One run; its output is to be read by the caller, who also ends it."""

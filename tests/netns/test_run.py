@@ -70,15 +70,11 @@ def host() -> Iterator[Host]:
     with Lab(records=records, ports=(443,)) as lab:
         lab.settle(lab.host, {"ipv4/ip_forward": 0})
         host = Host(lab)
-        lasting = host.start("--", "sh", "-c", "echo started; exec sleep 600")
         try:
-            assert lasting.stdout is not None
-            assert lasting.stdout.readline() == "started\n"
-            yield host
+            with host.lasting():
+                yield host
         finally:
             # The last run takes the agent with it, and all that was made or changed for both.
-            lasting.kill()
-            lasting.communicate()
             inode = Path(f"/run/netns/{lab.host}").stat().st_ino
             made = [Path(f"/run/namegate-runs/{inode}"), Path(f"/sys/fs/bpf/namegate-runs-{inode}")]
             until(lambda: not left(host) and not any(path.exists() for path in made), GONE_S_MAX)

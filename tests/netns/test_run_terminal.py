@@ -34,14 +34,10 @@ def host() -> Iterator[Host]:
     """With a run that lasts, so that all share an agent."""
     with Lab(records={"evil.test.": ["A 198.51.100.66"]}) as lab:
         host = Host(lab)
-        lasting = host.start("--", "sh", "-c", "echo started; exec sleep 600")
         try:
-            assert lasting.stdout is not None
-            assert lasting.stdout.readline() == "started\n"
-            yield host
+            with host.lasting():
+                yield host
         finally:
-            lasting.kill()
-            lasting.communicate()
             until(lambda: not left(host))
 
 
